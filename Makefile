@@ -1,0 +1,72 @@
+# Everything the project needs beyond Python 3.10 or newer and make, these targets install into .venv by themselves.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
+# strict: an editable install that maps the four code folders into one package, as a tree of links to their files
+EDITABLE := --no-build-isolation --config-settings editable_mode=strict -e
+
+# A new or removed file changes this number, an edit does not: the tree of links is remade only when it has to be.
+FILES_ID := $(shell find svdq cli calibration kernels -type f ! -path '*/__pycache__/*' | LC_ALL=C sort | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed
+LINKED := $(VENV)/.linked-$(FILES_ID)
+
+# Tests that use the real model name its directory; it is fetched for them alone.
+TEST_MODEL := $(if $(shell grep -rl --include='*.py' 'demo/smollm2' tests),model)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test lint typecheck demo model texts gpu-test clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo '  PYTHON=python3.12 picks the interpreter, TORCH="torch==2.13.0" the build of torch, both at the first set-up'
+
+setup: $(LINKED)  ## virtual environment with all dependencies, in .venv
+
+$(INSTALLED): pyproject.toml
+	@echo "set-up: virtual environment in $(VENV) (about 1.7 GB and 2 minutes the first time; several GB with a CUDA build of torch)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "set-up: installing $(TORCH)"
+	@$(PIP) install "pip>=23.1" "setuptools>=77" $(TORCH)
+	@echo "set-up: installing the other dependencies"
+	@$(PIP) install $(EDITABLE) '.[dev]'
+	@rm -f $(VENV)/.linked-*
+	@touch $@ $(LINKED)
+
+$(LINKED): $(INSTALLED)
+	@test -e $@ || { echo "set-up: files were added or removed, linking the package anew (seconds)" && \
+		$(PIP) install --no-deps $(EDITABLE) . && rm -f $(VENV)/.linked-*; }
+	@touch $@
+
+# pytest, not python -m pytest: that would put the repository's folders svdq and kernels before the installed packages.
+test: lint typecheck $(TEST_MODEL)  ## what CI runs: lint, types, and every test that needs no GPU
+	@echo "test: pytest"
+	@$(VENV)/bin/pytest -m "not gpu"
+
+lint: setup  ## ruff
+	@echo "lint: ruff"
+	@$(VENV)/bin/ruff check .
+
+# From inside .venv, where mypy finds the installed package: at the top level it would take the folder svdq for all of it.
+typecheck: setup  ## mypy
+	@echo "typecheck: mypy (half a minute the first time)"
+	@cd $(VENV) && bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p svdq
+
+model: setup
+	@$(VENV)/bin/python examples/fetch_smollm2.py
+
+texts: setup
+	@$(VENV)/bin/python examples/fetch_texts.py
+
+demo: model texts  ## quantize a small real language model and measure it (downloads 140 MB the first time)
+	@$(VENV)/bin/python examples/demo.py
+
+gpu-test: setup  ## tests of the kernels, on an NVIDIA GPU (installs the cuda extra)
+	@$(PIP) install $(EDITABLE) '.[dev,cuda]'
+	@$(VENV)/bin/pytest -m gpu tests/gpu
+
+clean:  ## remove the environment, the demo's downloads and every build product
+	rm -rf $(VENV) build dist svdq.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+"""svdq: offline W4A4 quantization of transformers."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from svdq.linear import W4A4Linear, load_quantized
+
+__all__ = ["W4A4Linear", "__version__", "load_quantized"]
+
+
+def __getattr__(name: str) -> Any:
+    """The two runtime names are imported when they are asked for: `import svdq` itself loads no torch."""
+    if name in ("load_quantized", "W4A4Linear"):
+        from svdq import linear
+
+        return getattr(linear, name)
+    raise AttributeError(f"module 'svdq' has no attribute {name!r}")

@@ -1,0 +1,198 @@
+"""The two configurations: frozen, checked where they are made, every field a knob.
+
+The activation side (smoothing, rotation, clip) is decided when the sums are taken and lives in `CalibrationConfig`;
+the weight side lives in `QuantConfig`. A preset sets both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from svdq.errors import ConfigError
+from svdq.grid import ACTIVATION_GROUP
+from svdq.lowrank import SVD_METHODS
+
+OBJECTIVES = ("output", "weight")
+ROTATIONS = ("hadamard64", "none")
+_OVERRIDABLE = ("rank", "group_size", "rounds", "damping")
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """How many tokens are read, and what the activations go through before they are quantized.
+
+    smoothing  exponent of s_k = rms(x_k)^smoothing; 0 = no smoothing
+    act_clip   activation scale = act_clip · absmax / 7
+    """
+
+    samples: int = 128
+    seq_len: int = 512
+    min_tokens: int = 1024
+    seed: int = 0
+    smoothing: float = 0.75
+    rotation: str = "hadamard64"
+    act_clip: float = 0.85
+
+    def __post_init__(self):
+        _require_int(self, "samples", 1)
+        _require_int(self, "seq_len", 2)
+        _require_int(self, "min_tokens", 1)
+        _require_int(self, "seed", 0)
+        _require_range(self, "smoothing", 0.0, 1.0)
+        _require_choice(self, "rotation", ROTATIONS)
+        _require_range(self, "act_clip", 0.1, 1.0)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The knobs of one linear. damping None = the rule clamp(K / tokens, 0.01, 0.5)."""
+
+    rank: int = 16
+    group_size: int = 64
+    rounds: int = 3
+    damping: float | None = None
+    objective: str = "output"
+    scale_search: bool = True
+    sweeps: int = 0
+    svd: str = "auto"
+
+    def __post_init__(self):
+        _require_int(self, "rank", 0)
+        _require_int(self, "group_size", ACTIVATION_GROUP)
+        _require_int(self, "rounds", 1)
+        _require_int(self, "sweeps", 0)
+        if self.damping is not None:
+            _require_range(self, "damping", 0.0, 10.0)
+        if not isinstance(self.scale_search, bool):
+            raise ConfigError(f"scale_search: {self.scale_search!r} — wanted true or false")
+        _require_choice(self, "objective", OBJECTIVES)
+        _require_choice(self, "svd", SVD_METHODS)
+        if self.group_size % ACTIVATION_GROUP:
+            raise ConfigError(
+                f"group_size: {self.group_size} is not a multiple of {ACTIVATION_GROUP}, the activations' group size"
+            )
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """One run's weight side: the layer defaults, which linears, and overrides in the order given.
+
+    ignore, only  patterns (see `matches`); `overrides` are (pattern, {knob: value}) pairs, later ones win
+    """
+
+    layer: LayerConfig = field(default_factory=LayerConfig)
+    ignore: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    overrides: tuple[tuple[str, dict[str, Any]], ...] = ()
+    linears_only: bool = False
+
+    def for_layer(self, name: str) -> LayerConfig:
+        config = self.layer
+        for pattern, values in self.overrides:
+            if matches(pattern, name):
+                config = dataclasses.replace(config, **values)
+        return config
+
+    def selects(self, name: str) -> bool:
+        if self.only and not any(matches(p, name) for p in self.only):
+            return False
+        return not any(matches(p, name) for p in self.ignore)
+
+    def patterns(self) -> list[tuple[str, str]]:
+        """(option, pattern) pairs, for the check that each pattern matches something."""
+        named = [("--ignore", p) for p in self.ignore] + [("--only", p) for p in self.only]
+        return named + [("--override", p) for p, _ in self.overrides]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names this module or one of its ancestors.
+
+    A glob matches on dot boundaries anywhere in the path: 'layers.1' covers layers.1 and its children, never
+    layers.10; '*' stays within one part. 're:…' is a regular expression searched in the full name.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.search(pattern[3:], name) is not None
+        except re.error as error:
+            raise ConfigError(f"pattern {pattern!r}: not a regular expression: {error}") from error
+    wanted, parts = pattern.split("."), name.split(".")
+    return any(
+        all(fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts[i:], wanted, strict=False))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def parse_override(text: str) -> tuple[str, dict[str, Any]]:
+    """'PATTERN:rank=32,group_size=128' → (pattern, {knob: value})."""
+    pattern, colon, assignments = text.rpartition(":")
+    if not colon or not pattern or "=" not in assignments:
+        raise ConfigError(f"--override {text!r}: wanted 'PATTERN:knob=value,…', e.g. 'down_proj:rank=32'")
+    values: dict[str, Any] = {}
+    for assignment in assignments.split(","):
+        knob, equals, value = assignment.partition("=")
+        knob = knob.strip()
+        if knob not in _OVERRIDABLE or not equals:
+            raise ConfigError(f"--override {text!r}: unknown knob {knob!r}; wanted one of {', '.join(_OVERRIDABLE)}")
+        try:
+            values[knob] = float(value) if knob == "damping" else int(value)
+        except ValueError:
+            raise ConfigError(f"--override {text!r}: {knob}={value!r} is not a number") from None
+    dataclasses.replace(LayerConfig(), **values)  # range checks
+    return pattern, values
+
+
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # name: (calibration side, weight side), as differences from the defaults
+    "quality": ({}, {}),
+    "nunchaku": ({"rotation": "none", "act_clip": 1.0}, {}),
+    "plain": (
+        {"smoothing": 0.0, "rotation": "none", "act_clip": 1.0},
+        {"objective": "weight", "scale_search": False},
+    ),
+}
+
+
+def preset(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name!r}: wanted one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def to_dict(config) -> dict[str, Any]:
+    """A configuration as plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def first_difference(wanted: dict, found: dict, prefix: str = "") -> str | None:
+    """'field: wanted 16, found 32' for the first field in which two nested dictionaries differ, or None."""
+    for key in sorted(wanted.keys() | found.keys()):
+        a, b = wanted.get(key), found.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            if inner := first_difference(a, b, f"{prefix}{key}."):
+                return inner
+        elif a != b:
+            return f"{prefix}{key}: wanted {a!r}, found {b!r}"
+    return None
+
+
+def _require_int(config, name: str, low: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name}: {value!r} — wanted an integer of at least {low}")
+
+
+def _require_range(config, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}: {value!r} — wanted a number from {low} to {high}")
+
+
+def _require_choice(config, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(f"{name}: {value!r} — wanted one of {', '.join(choices)}")

@@ -1,0 +1,226 @@
+"""One linear layer, from weight and activation sums to codes and factors: the only place that knows the order of steps.
+
+`quality` (objective "output") alternates two exact-or-nearly-exact minimisers of J:
+    T = (W' − L)·A          the best unrounded Q̂ for this L          → GPTQ rounds T in the metric of Hqq
+    E = W' − Q̂·B            the best full-rank L for this Q̂          → truncated SVD of E in the metric of Hxx
+starting from the joint optimum over rank-r L and unrounded Q̂ (the Schur complement). `plain` (objective "weight") is
+the write-up's alternation of GPTQ(W' − L) and SVD(W' − Q̂), which cannot see the error of 4-bit activations.
+
+J is followed in completed squares instead of its six traces: with E as above and C·Cᵀ = Hxx,
+    J(Q̂, L) = ‖(E − L)·C‖² + tr(Q̂·R·Q̂ᵀ),   R = Hqq − B·Hxx·Bᵀ
+which reuses the product that the truncated SVD needs and has no cancellation, so that float32 is enough for it
+(svdq.objective has the traces in float64; a test compares the two).
+
+A site's factorizations serve all its linears and are made once, in `prepare_site`. Factorizations are float64: S and R
+are differences of large matrices. GPTQ and the three n×k×k products of a round are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from svdq.config import LayerConfig
+from svdq.errors import NumericsError
+from svdq.gptq import coordinate_descent, gptq, inverse_factor, upper_cholesky
+from svdq.grid import INT4_WEIGHT
+from svdq.lowrank import factors, low_rank, top_left_vectors
+from svdq.objective import ActivationSums, gram, relative
+
+MAX_RATIO = 20.0  # of the mean diagonal: 12 raises from 1e-6; more would be another matrix
+
+
+def damping_ratio(channels: int, tokens: int) -> float:
+    """λ / mean diag Hxx: few tokens for many channels need more; 1 % overfits at T ≈ K … 4K."""
+    return min(max(channels / max(tokens, 1), 0.01), 0.5)
+
+
+@dataclass(frozen=True)
+class PreparedSite:
+    """The factorizations that the linears of one site share: all (k, k) float32, of the damped sums."""
+
+    sums: ActivationSums
+    damping: float  # the ratio used
+    shift: float  # λ itself
+    chol_xx: Tensor  # C with C·Cᵀ = Hxx
+    from_codes: Tensor  # B = Hxqᵀ·Hxx⁻¹
+    rest: Tensor  # R = Hqq − B·Hxx·Bᵀ, what no L can repair of Q̂
+    to_codes: Tensor | None  # A = Hxq·Hqq⁻¹; None for the plain method, where A = 1
+    chol_schur: Tensor | None  # C with C·Cᵀ = S = Hxx − A·Hxqᵀ; None for the plain method
+    hessian: Tensor  # the metric that GPTQ rounds in: Hqq, or Hxx for the plain method
+    factor: Tensor  # upper triangular, hessian⁻¹ = factorᵀ·factor
+    repairs: tuple[str, ...]
+
+
+@dataclass
+class QuantizedLinear:
+    """A quantized layer as formats.md §1 stores it, and what happened on the way.
+
+    codes int8 (n, k), scales float16 (n, k/group), proj_down float16 (k, r) for the raw input, proj_up float16 (n, r)
+    """
+
+    codes: Tensor
+    scales: Tensor
+    proj_down: Tensor
+    proj_up: Tensor
+    report: dict = field(default_factory=dict)
+
+
+def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
+    """Damp the sums and factorize them.
+
+    Where a factorization fails, the damping (of all three sums alike) or the Schur complement's jitter is raised ×4,
+    a bounded number of times, and counted as a repair. The Schur complement, a difference of large matrices, starts
+    with a jitter of 1e-6 as a matter of course.
+    Raises NumericsError on non-finite sums, or if no allowed jitter makes a matrix definite.
+    """
+    for label, matrix in (("xx", sums.xx), ("xq", sums.xq), ("qq", sums.qq)):
+        if not torch.isfinite(matrix).all():
+            raise NumericsError(f"the activation sums '{label}' hold a NaN or Inf; recalibrate with finite inputs")
+    repairs: list[str] = []
+    channels = len(sums.xx)
+    mean_energy = sums.xx.diagonal().double().mean().item()
+    if mean_energy == 0.0:
+        repairs.append("inputs all zero: identity metric")
+        mean_energy = 1.0
+    damping = damping_ratio(channels, sums.tokens) if config.damping is None else config.damping
+    metric = sums.xx if config.objective == "weight" else sums.qq
+    ridge = torch.eye(channels, dtype=torch.float64, device=sums.xx.device) * mean_energy
+
+    def factorize(damping: float) -> tuple[Tensor, Tensor] | None:
+        chol_xx, info = torch.linalg.cholesky_ex(sums.xx.double() + ridge * damping)
+        upper, passed = upper_cholesky(metric.double() + ridge * damping)
+        return (chol_xx, upper) if passed and info.item() == 0 else None
+
+    damping, (chol_xx, upper), raises = _raise_until(factorize, damping, first=1e-6, label="Hxx or Hqq")
+    if raises:
+        repairs.append(f"damping raised {raises}x to {damping:.1e}")
+    shift = damping * mean_energy
+    xx, xq, qq = (matrix.double() + ridge * damping for matrix in (sums.xx, sums.xq, sums.qq))
+    seen = torch.linalg.solve_triangular(chol_xx, xq, upper=False)
+    rest = qq - gram(seen)
+    from_codes = torch.linalg.solve_triangular(chol_xx.t(), seen, upper=True).t()
+    if config.objective == "weight":
+        hessian, to_codes, chol_schur = xx, None, None
+    else:
+        hessian = qq
+        seen = torch.linalg.solve_triangular(upper, xq.t(), upper=True)
+        to_codes = torch.linalg.solve_triangular(upper.t(), seen, upper=False).t().float().contiguous()
+        schur = xx - gram(seen)
+        scale = torch.maximum(schur.diagonal().clamp_min(0).mean(), xx.diagonal().mean() * 1e-10)
+        identity = torch.eye(channels, dtype=torch.float64, device=xx.device) * scale
+
+        def factorize_schur(jitter: float) -> Tensor | None:
+            lower, info = torch.linalg.cholesky_ex(schur + identity * jitter)
+            return lower if info.item() == 0 else None
+
+        jitter, lower, raises = _raise_until(factorize_schur, 1e-6, first=0.0, label="the Schur complement")
+        chol_schur = lower.float()
+        if raises:
+            repairs.append(f"Schur complement: jitter raised {raises}x to {jitter:.1e} of its mean diagonal")
+    return PreparedSite(
+        sums=sums,
+        damping=damping,
+        shift=shift,
+        chol_xx=chol_xx.float(),
+        from_codes=from_codes.float().contiguous(),
+        rest=rest.float(),
+        to_codes=to_codes,
+        chol_schur=chol_schur,
+        hessian=hessian.float(),
+        factor=inverse_factor(upper).float(),
+        repairs=tuple(repairs),
+    )
+
+
+def _raise_until(attempt, value: float, *, first: float, label: str) -> tuple[float, Any, int]:
+    """(value, attempt(value), raises) for the first value, raised ×4 up to MAX_RATIO, that gives a result."""
+    raises = 0
+    while (result := attempt(value)) is None:
+        value, raises = max(4 * value, first), raises + 1
+        if value > MAX_RATIO:
+            raise NumericsError(f"{label} stays indefinite after {raises} raises; calibrate with more tokens")
+    return value, result, raises
+
+
+def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> QuantizedLinear:
+    """Quantize one weight against its site.
+
+    weight   (n, k) any float dtype, rows are outputs. Not changed.
+    Returns  the stored tensors and a report: relative output error √(J/‖X'W'ᵀ‖²) of each half-step, damped and not.
+    Raises   NumericsError on a non-finite weight or a value that float16 cannot hold.
+    """
+    if not torch.isfinite(weight).all():
+        raise NumericsError("the weight holds a NaN or Inf")
+    transform = site.sums.transform
+    weight = transform.weight(weight).float()
+    grid = INT4_WEIGHT.with_group(config.group_size)
+    importance = site.hessian.diagonal() if config.scale_search else None
+    energy = _energy(weight @ site.chol_xx)
+    undamped_energy = energy - site.shift * _energy(weight)
+
+    if site.to_codes is None:  # the plain method starts from L = 0 and rounds W' − L itself
+        up, down = low_rank(weight, 0)
+        full_target = weight
+    else:
+        up, down = low_rank(weight, config.rank, site.chol_schur, config.svd)
+        full_target = weight @ site.to_codes
+    best: tuple[float, Tensor, Tensor, Tensor, Tensor] | None = None
+    rounds: list[dict] = []
+    for _ in range(config.rounds if config.rank else 1):
+        seen_down = down.t() if site.to_codes is None else down.t() @ site.to_codes
+        target = full_target - up @ seen_down
+        codes, scales = gptq(target, site.factor, grid, search=config.scale_search, importance=importance)
+        if config.sweeps:
+            codes = coordinate_descent(codes, scales, target, site.hessian, grid, config.sweeps)
+        weight_hat = grid.decode(codes, scales)
+        _refuse_overflow(scales)
+        unrepaired = ((weight_hat @ site.rest) * weight_hat).sum(dtype=torch.float64).item()
+        residual = weight - weight_hat @ site.from_codes
+        measured = residual @ site.chol_xx
+        after_codes = unrepaired + _energy(measured - up @ (down.t() @ site.chol_xx))
+        if site.to_codes is None:
+            up, down = low_rank(weight - weight_hat, config.rank, None, config.svd)
+        else:
+            up, down = factors(residual, top_left_vectors(measured, config.rank, config.svd))
+        stored_up, stored_down = up.half(), transform.down_to_raw(down.double()).half()
+        _refuse_overflow(stored_up, stored_down)
+        up, down = stored_up.float(), transform.down_from_raw(stored_down.double()).float()
+        after_lowrank = unrepaired + _energy(measured - up @ (down.t() @ site.chol_xx))
+        undamped = after_lowrank - site.shift * _energy(weight - weight_hat - up @ down.t())
+        rounds.append(
+            {
+                "damped_after_codes": relative(after_codes, energy),
+                "damped_after_lowrank": relative(after_lowrank, energy),
+                "error": relative(undamped, undamped_energy),
+            }
+        )
+        if best is not None and after_lowrank >= best[0]:
+            break
+        best = (after_lowrank, codes, scales, stored_up, stored_down)
+
+    assert best is not None  # rounds ≥ 1 is checked by the configuration
+    _, codes, scales, stored_up, stored_down = best
+    kept = min(range(len(rounds)), key=lambda i: rounds[i]["damped_after_lowrank"])
+    report = {
+        "error": rounds[kept]["error"],
+        "rounds": rounds,
+        "kept_round": kept + 1,
+        "damping": site.damping,
+        "tokens": site.sums.tokens,
+        "repairs": list(site.repairs),
+    }
+    return QuantizedLinear(codes, scales, stored_down, stored_up, report)
+
+
+def _energy(matrix: Tensor) -> float:
+    """‖matrix‖², summed in float64."""
+    return torch.linalg.vector_norm(matrix, dtype=torch.float64).item() ** 2
+
+
+def _refuse_overflow(*stored: Tensor) -> None:
+    if not all(torch.isfinite(tensor).all() for tensor in stored):
+        raise NumericsError("a stored scale or low-rank factor exceeds float16 (65504); leave it in 16 bits: --ignore")

@@ -1,0 +1,176 @@
+"""Rounding: group scales for weights, and the run-time activation quantizer Qa with its smoothing and rotation.
+
+Qa is the numerics contract with the kernels: float32, IEEE operations only, in a fixed order, so that codes and scales
+of the CPU, of this code on a GPU and of the CUDA kernels are equal bit for bit. That is why the Hadamard transform is
+six explicit add stages instead of a matrix product (whose sums may be taken in any order), and why 7 is a tensor:
+torch on CUDA turns a division by a Python number into a multiplication by its rounded reciprocal.
+
+Weight scales: absmax/7 per group, or the best of eleven fractions of it (0.60, 0.64 … 1.00) by squared error, each
+error weighted by the channel's mean square if that is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from svdq.grid import ACTIVATION_GROUP, INT4_ACTIVATION, Grid
+
+SCALE_FRACTIONS = tuple(round(0.60 + 0.04 * i, 2) for i in range(11))
+_CACHED_GROUPS = 512  # two buffers of 64 x 512 floats stay in a core's cache
+SMALLEST_SCALE = 2.0**-24  # the smallest positive float16, so that no stored scale is 0
+
+
+def group_scales(weight: Tensor, grid: Grid, *, search: bool = True, importance: Tensor | None = None) -> Tensor:
+    """A scale per row for ONE group of columns, as the stored dtype rounds it.
+
+    weight      (n, g) float32, the columns of one group. Not changed.
+    search      choose among SCALE_FRACTIONS of absmax/hi; otherwise absmax/hi
+    importance  (g,) float32 ≥ 0, weight of each column's squared error; None = equal
+    Returns     (n,) float32, finite and > 0: an all-zero group gets the smallest positive scale.
+    """
+    columns = weight.t()  # (g, n): GPTQ's working matrix is stored that way, so this is contiguous there
+    absmax = columns.abs().amax(0)
+    fractions = SCALE_FRACTIONS if search else (1.0,)
+    candidates = [
+        (absmax * (f / grid.hi)).to(grid.scale_dtype).float().clamp_min_(SMALLEST_SCALE) for f in reversed(fractions)
+    ]
+    if not search:
+        return candidates[0]
+    weights = torch.ones_like(columns[:, 0]) if importance is None else importance
+    ratio, code = torch.empty_like(columns), torch.empty_like(columns)
+    best = candidates[0]
+    best_error = torch.full_like(best, torch.inf)
+    for scale in candidates:
+        torch.div(columns, scale, out=ratio)
+        torch.round(ratio, out=code).clamp_(grid.lo, grid.hi)
+        error = (weights @ code.sub_(ratio).square_()).mul_(scale.square())
+        better = error < best_error
+        best_error, best = torch.where(better, error, best_error), torch.where(better, scale, best)
+    return best
+
+
+def round_to_nearest(
+    weight: Tensor, grid: Grid, *, search: bool = False, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """weight (n, k) float32 → codes int8 (n, k), scales (n, k/group) in the grid's scale dtype."""
+    columns = range(0, weight.shape[1], grid.group)
+    scales = torch.stack(
+        [
+            group_scales(
+                weight[:, k : k + grid.group],
+                grid,
+                search=search,
+                importance=None if importance is None else importance[k : k + grid.group],
+            )
+            for k in columns
+        ],
+        dim=1,
+    )
+    return grid.encode(weight, scales), scales.to(grid.scale_dtype)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """The normalized 64-point Hadamard transform inside every group of 64 channels; its own inverse.
+
+    x (..., k) float32 or float64. Stages h = 1, 2, 4 … 32: (a, b) ← (a+b, a−b) at positions i and i+h, then · 0.125.
+    """
+    groups = x.reshape(-1, ACTIVATION_GROUP)
+    out = torch.empty_like(groups)
+    chunk = len(groups) if x.is_cuda else _CACHED_GROUPS
+    for part, place in zip(groups.split(chunk), out.split(chunk), strict=True):
+        lanes = part.t().clone(memory_format=torch.contiguous_format)  # a copy also where a transpose is contiguous
+        place.copy_(_hadamard_lanes(lanes).t())
+    return out.view(x.shape)
+
+
+def _hadamard_lanes(lanes: Tensor) -> Tensor:
+    """(64, groups): lane i of every group is one row, so that each stage adds whole rows. May overwrite its input."""
+    other = torch.empty_like(lanes)
+    for stage in range(6):
+        h = 1 << stage
+        pairs, sums = (t.view(ACTIVATION_GROUP // (2 * h), 2, h, -1) for t in (lanes, other))
+        torch.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+        lanes, other = other, lanes
+    return lanes.mul_(0.125)
+
+
+def quantize_activation(x: Tensor, clip: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Qa: codes and scales of the transformed activation, per token and group of 64 channels.
+
+    x        (..., k) float32, already smoothed and rotated. Not changed.
+    clip     the scale is clip · absmax / 7
+    Returns  codes int8 (..., k) in [-8, 7], scales float32 (..., k/64); a group of zeros has scale 0 and codes 0.
+             A NaN anywhere in a group makes its scale NaN and its codes 0; an Inf gives scale Inf and codes 0.
+    """
+    groups = x.unflatten(-1, (-1, ACTIVATION_GROUP))
+    absmax = groups.abs().amax(-1)
+    if clip != 1.0:
+        absmax = absmax * clip
+    scales = absmax / absmax.new_full((), float(INT4_ACTIVATION.hi))
+    inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
+    codes = (groups * inverse.unsqueeze(-1)).round_().clamp_(INT4_ACTIVATION.lo, INT4_ACTIVATION.hi)
+    return codes.nan_to_num_(nan=0.0).to(torch.int8).flatten(-2), scales
+
+
+def fake_quantize_activation(x: Tensor, clip: float = 1.0) -> Tensor:
+    """x̂ = code · scale, float32 (..., k): what the GEMM sees of x."""
+    codes, scales = quantize_activation(x, clip)
+    return INT4_ACTIVATION.decode(codes, scales)
+
+
+@dataclass(frozen=True)
+class ActivationTransform:
+    """What happens to a layer's input before its GEMM: x' = R(x / smooth), then Qa with a clip.
+
+    smooth    (k,) float32 > 0, or None for 1
+    rotation  whether R is the 64-point Hadamard transform (else the identity)
+    clip      the activation scale is clip · absmax / 7
+    """
+
+    smooth: Tensor | None = None
+    rotation: bool = False
+    clip: float = 1.0
+
+    def to(self, device: torch.device) -> ActivationTransform:
+        return self if self.smooth is None else replace(self, smooth=self.smooth.to(device))
+
+    def same(self, other: ActivationTransform) -> bool:
+        """Whether two layers can share one activation quantizer. The clip is compared as float32, as it is stored."""
+        if (self.rotation, self.smooth is None) != (other.rotation, other.smooth is None):
+            return False
+        clips = torch.tensor([self.clip, other.clip], dtype=torch.float32)
+        return bool(clips[0] == clips[1]) and (
+            self.smooth is None or other.smooth is None or torch.equal(self.smooth, other.smooth)
+        )
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x' in float32; x (..., k) of any float dtype."""
+        x = x.float()
+        if self.smooth is not None:
+            x = x * (1.0 / self.smooth)  # the kernels hold the reciprocal, computed once in float32
+        return rotate(x) if self.rotation else x
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes int8 (..., k) and scales float32 (..., k/64) of the raw input x."""
+        return quantize_activation(self.apply(x), self.clip)
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """W' = W·diag(smooth)·R, the weight that x' meets; (n, k), float32 unless weight is float64."""
+        weight = weight if weight.dtype == torch.float64 else weight.float()
+        if self.smooth is not None:
+            weight = weight * self.smooth
+        return rotate(weight) if self.rotation else weight
+
+    def down_to_raw(self, down: Tensor) -> Tensor:
+        """diag(1/smooth)·R·down: the low-rank factor that reads the raw input. down (k, r)."""
+        down = rotate(down.t()).t() if self.rotation else down
+        return down if self.smooth is None else down / self.smooth[:, None].to(down.dtype)
+
+    def down_from_raw(self, down: Tensor) -> Tensor:
+        """The inverse of `down_to_raw`."""
+        down = down if self.smooth is None else down * self.smooth[:, None].to(down.dtype)
+        return rotate(down.t()).t() if self.rotation else down

@@ -1,0 +1,184 @@
+"""A quantized file, opened: which layers it holds, and each of them as plain tensors, canonical or packed alike.
+
+A header is hostile until checked: `open_quantized` accepts a file only if every layer that the metadata names has all
+its tensors with the types and shapes that the schema asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from svdq import schema
+from svdq.checkpoint import SafetensorsFile, open_file
+from svdq.config import ROTATIONS
+from svdq.errors import CheckpointError
+from svdq.export import PackedSizes, unpack_layers
+from svdq.grid import INT4_WEIGHT, unpack_nibbles
+from svdq.models import file_kind
+from svdq.rounding import ActivationTransform
+
+
+@dataclass
+class Layer:
+    """One quantized linear in row-major order.
+
+    codes int8 (n, k), scales (n, k/group), proj_down (k, r), proj_up (n, r), bias (n,) or None
+    """
+
+    name: str
+    codes: Tensor
+    scales: Tensor
+    proj_down: Tensor
+    proj_up: Tensor
+    bias: Tensor | None
+    transform: ActivationTransform
+
+    def to(self, device: torch.device) -> Layer:
+        return Layer(
+            self.name,
+            self.codes.to(device),
+            self.scales.to(device),
+            self.proj_down.to(device),
+            self.proj_up.to(device),
+            None if self.bias is None else self.bias.to(device),
+            self.transform.to(device),
+        )
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def weight_hat(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dequantized residual, (n, k)."""
+        return INT4_WEIGHT.with_group(self.group_size).decode(self.codes, self.scales, dtype)
+
+
+class QuantizedFile:
+    """See the module. `layers`: name → (n, k, rank, group) for every linear, parts of fused ones included."""
+
+    def __init__(self, file: SafetensorsFile):
+        self.file = file
+        self.kind = file_kind(file.metadata)
+        if self.kind is None:
+            raise CheckpointError(
+                f"{file.path}: no svdq quantization_config in its header; wanted a file of svdq quantize"
+            )
+        self.config: dict[str, Any] = self.meta(schema.QUANTIZATION_CONFIG, dict)
+        self.ties: dict[str, str] = self.meta(schema.TIES, dict)
+        self.report: dict[str, Any] = self.meta(schema.REPORT, dict)
+        self._check_metadata()
+        self.rotation = self.config["rotation"] != "none"
+        entries = self.meta(schema.LAYERS, dict)
+        self.layers: dict[str, tuple[int, int, int, int]] = {}
+        self._packed: dict[str, tuple[str, PackedSizes]] = {}  # part name → (packed name, its sizes)
+        for name, entry in entries.items():
+            if self.kind == "canonical":
+                self.layers[name] = sizes = schema.layer_sizes(entry, name)
+                self._check(name, schema.CANONICAL, dict(zip("nkrg", sizes, strict=True)))
+            else:
+                packed = PackedSizes.from_dict(entry, name)
+                self._check(name, schema.PACKED, packed.padded())
+                for part in packed.parts:
+                    self.layers[part.name] = (part.n, packed.k, part.rank, packed.group_size)
+                    self._packed[part.name] = (name, packed)
+        owned = {f"{name}.{rule.suffix}" for name in entries for rule in (*schema.CANONICAL, *schema.PACKED)}
+        self.other_tensors = [name for name in file.tensors if name not in owned]
+
+    def meta(self, key: str, kind: type) -> Any:
+        """One metadata value, parsed. Raises CheckpointError if it is missing or not of this kind."""
+        try:
+            value = json.loads(self.file.metadata[key])
+        except (KeyError, ValueError, RecursionError):
+            raise CheckpointError(f"{self.file.path}: header metadata '{key}' is missing or not JSON") from None
+        if not isinstance(value, kind):
+            raise CheckpointError(f"{self.file.path}: header metadata '{key}' is not a JSON {kind.__name__}")
+        return value
+
+    def _check_metadata(self) -> None:
+        """A form that this version does not know is refused, not misread; so are values of the wrong type."""
+        config, where = self.config, self.file.path
+        known = {
+            "packing.version": (config["packing"].get("version"), (schema.FORMAT_VERSION,)),
+            "rotation": (config.get("rotation"), ROTATIONS),
+            "weight.dtype": (_entry(config, "weight", "dtype"), ("int4",)),
+            "activation.dtype": (_entry(config, "activation", "dtype"), ("int4",)),
+        }
+        for label, (found, wanted) in known.items():
+            if found not in wanted:
+                raise CheckpointError(
+                    f"{where}: its {label} is {found!r}, this svdq knows {', '.join(map(str, wanted))}"
+                )
+        texts = {
+            "quantization_config.ignore": config.get("ignore", []),
+            "svdq.report.repairs": self.report.get("repairs", []),
+            "svdq.ties": [*self.ties, *self.ties.values()],
+        }
+        for label, values in texts.items():
+            if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+                raise CheckpointError(f"{where}: header metadata '{label}' is not a list of names")
+        if not isinstance(config.get("producer", {}), dict):
+            raise CheckpointError(f"{where}: header metadata 'quantization_config.producer' is not an object")
+
+    def _check(self, name: str, rules: tuple[schema.TensorRule, ...], sizes: dict[str, int]) -> None:
+        for rule in rules:
+            key = f"{name}.{rule.suffix}"
+            info = self.file.tensors.get(key)
+            if info is None:
+                if rule.optional:
+                    continue
+                raise CheckpointError(f"{self.file.path}: tensor '{key}' is missing")
+            wanted = rule.resolve(**sizes)
+            if info.shape != wanted:
+                raise CheckpointError(f"{self.file.path}: {key} has shape {list(info.shape)}, wanted {list(wanted)}")
+            if info.dtype != rule.dtype and (rule.dtype is not None or not info.dtype.is_floating_point):
+                raise CheckpointError(
+                    f"{self.file.path}: {key} has type {info.dtype}, wanted {rule.dtype or 'floating point'}"
+                )
+
+    def layer(self, name: str) -> Layer:
+        """Read one linear. Raises CheckpointError for a name that the file does not hold."""
+        if name not in self.layers:
+            raise CheckpointError(f"{self.file.path}: holds no quantized linear '{name}'")
+        if self.kind == "packed":
+            return self._unpacked(name)
+        tensors = {
+            rule.suffix: self.file.read(f"{name}.{rule.suffix}")
+            for rule in schema.CANONICAL
+            if f"{name}.{rule.suffix}" in self.file.tensors
+        }
+        clip = float(tensors["act_clip"]) if "act_clip" in tensors else 1.0
+        return Layer(
+            name,
+            unpack_nibbles(tensors["qweight"]),
+            tensors["w_scales"],
+            tensors["proj_down"],
+            tensors["proj_up"],
+            tensors.get("bias"),
+            ActivationTransform(tensors.get("smooth"), self.rotation, clip),
+        )
+
+    def _unpacked(self, name: str) -> Layer:
+        packed_name, sizes = self._packed[name]
+        tensors = {rule.suffix: self.file.read(f"{packed_name}.{rule.suffix}") for rule in schema.PACKED}
+        number = [part.name for part in sizes.parts].index(name)
+        part = unpack_layers(tensors, sizes)[number]
+        smooth = part.pop("smooth")
+        transform = ActivationTransform(smooth.float() if sizes.smooth else None, self.rotation, sizes.act_clip)
+        return Layer(name=name, transform=transform, **part)
+
+
+def _entry(config: dict[str, Any], *path: str) -> Any:
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def open_quantized(path: str | Path) -> QuantizedFile:
+    return QuantizedFile(open_file(path))

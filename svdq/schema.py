@@ -1,0 +1,125 @@
+"""Every stored tensor, once: its name, type, shape rule and meaning, for reader, writer, packer, verifier and README.
+
+n = out features, k = in features, r = rank, g = group size along k; in a packed file n, k and r are the padded sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from svdq import __version__
+from svdq.errors import CheckpointError
+
+FORMAT_VERSION = 1
+QUANT_METHOD = "svdquant"
+
+# metadata keys of a file's header; every value is a JSON string
+QUANTIZATION_CONFIG = "quantization_config"
+RUN_CONFIG = "svdq.config"
+CALIBRATION = "svdq.calibration"
+SOURCE = "svdq.source"
+REPORT = "svdq.report"
+LAYERS = "svdq.layers"
+TIES = "svdq.ties"
+MODEL_CONFIG = "config"
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor of a quantized linear. dtype None = the source's; shape is a tuple of expressions in n, k, r, g."""
+
+    suffix: str
+    shape: tuple[str, ...]
+    dtype: torch.dtype | None
+    meaning: str
+    optional: bool = False
+
+    def resolve(self, **sizes: int) -> tuple[int, ...]:
+        return tuple(_EXPRESSIONS[axis](sizes) for axis in self.shape)
+
+
+_EXPRESSIONS = {
+    "n": lambda s: s["n"],
+    "k": lambda s: s["k"],
+    "r": lambda s: s["r"],
+    "k/2": lambda s: s["k"] // 2,
+    "k/g": lambda s: s["k"] // s["g"],
+    "k/64": lambda s: s["k"] // 64,
+}
+
+CANONICAL = (
+    TensorRule(
+        "qweight", ("n", "k/2"), torch.uint8, "codes, two a byte: low nibble = even k; two's complement in [-7, 7]"
+    ),
+    TensorRule("w_scales", ("n", "k/g"), torch.float16, "group scale: weight_hat = code · scale; finite, > 0"),
+    TensorRule("proj_down", ("k", "r"), torch.float16, "low-rank down; acts on the raw input"),
+    TensorRule("proj_up", ("n", "r"), torch.float16, "low-rank up"),
+    TensorRule(
+        "smooth", ("k",), torch.float32, "the activation is divided by it before it is quantized; absent = 1", True
+    ),
+    TensorRule("act_clip", (), torch.float32, "activation scale = act_clip · absmax / 7; absent = 1", True),
+    TensorRule("bias", ("n",), None, "only where the source has one", True),
+)
+
+# Sizes here are the padded ones. All 16-bit tensors of a packed file share one dtype, recorded in the header.
+PACKED = (
+    TensorRule("qweight", ("n", "k/2"), torch.int8, "codes in m16n8k64 fragment order"),
+    TensorRule("wscales", ("k/64", "n"), None, "group scales; stored order [n/128][k/64][128]"),
+    TensorRule("lora_down", ("k", "r"), None, "low-rank down in fragment order"),
+    TensorRule("lora_up", ("n", "r"), None, "low-rank up in fragment order"),
+    TensorRule("smooth", ("k",), None, "smoothing, 1 where there is none"),
+    TensorRule("smooth_orig", ("k",), None, "the same again, as that runtime's files have it"),
+    TensorRule("bias", ("n",), None, "zeros where the source has none"),
+)
+
+
+def canonical_shapes(n: int, k: int, rank: int, group: int) -> dict[str, tuple[int, ...]]:
+    return {rule.suffix: rule.resolve(n=n, k=k, r=rank, g=group) for rule in CANONICAL}
+
+
+def quantization_config(
+    *, rank: int, group_size: int, smooth: bool, rotation: str, ignore: list[str], packing: dict
+) -> dict:
+    """The header's `quantization_config`; the rank is always written, readers elsewhere assume 32 without it."""
+    return {
+        "quant_method": QUANT_METHOD,
+        "method": QUANT_METHOD,
+        "rank": rank,
+        "weight": {"dtype": "int4", "group_size": group_size, "scale_dtype": "float16", "symmetric": True},
+        "activation": {"dtype": "int4", "group_size": 64, "dynamic": True, "symmetric": True},
+        "smooth": smooth,
+        "rotation": rotation,
+        "ignore": ignore,
+        "packing": packing,
+        "producer": {"name": "svdq", "version": __version__},
+    }
+
+
+def markdown_table(rules: tuple[TensorRule, ...]) -> str:
+    """The rules as the table that README shows (a test compares the two)."""
+    lines = ["| tensor | shape | type | meaning |", "|---|---|---|---|"]
+    for rule in rules:
+        dtype = "16-bit, one for the file" if rule.dtype is None else str(rule.dtype).removeprefix("torch.")
+        dtype = "as the source" if rule.suffix == "bias" and rule.optional else dtype
+        lines.append(f"| `{rule.suffix}` | [{', '.join(rule.shape)}] | {dtype} | {rule.meaning} |")
+    return "\n".join(lines)
+
+
+CANONICAL_PACKING = {"layout": "canonical", "version": FORMAT_VERSION}
+
+
+def layer_sizes(entry: Any, name: str) -> tuple[int, int, int, int]:
+    """(n, k, rank, group) of one entry of the `svdq.layers` metadata, checked: a header is hostile."""
+    try:
+        sizes = tuple(entry[key] for key in ("n", "k", "rank", "group_size"))
+    except (TypeError, KeyError):
+        raise CheckpointError(f"{name}: its svdq.layers entry lacks n, k, rank or group_size") from None
+    n, k, rank, group = sizes
+    if not all(isinstance(s, int) and not isinstance(s, bool) for s in sizes) or min(n, k, group) < 1 or rank < 0:
+        raise CheckpointError(f"{name}: its svdq.layers entry {entry!r} is not a set of sizes")
+    if group % 64 or k % group:
+        raise CheckpointError(f"{name}: in_features {k} do not divide into groups of {group} (a multiple of 64)")
+    return n, k, rank, group

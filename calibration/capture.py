@@ -1,0 +1,362 @@
+"""Run a model block by block, and watch what its linears read.
+
+The whole model never exists. One skeleton run with every block replaced by a pass-through records, per batch, with
+which arguments each block is called (masks, rotary tables: they differ between blocks in some models). Then each
+block gets its weights, maps the hidden states of all batches to the next ones, and loses its weights again. That
+holds if a block takes the hidden states first and hands them, untouched, to the next block; the skeleton run checks
+it instead of assuming it. A block that the model visits twice is run twice, and its sums hold both visits.
+
+Linears that read the same tensor form a site: seen by identity of the input, not by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from svdq.calibration.statistics import ChannelStatistics, SumAccumulator
+from svdq.config import CalibrationConfig
+from svdq.errors import CheckpointError, DataError
+from svdq.models import Linear, Model, materialize, release
+from svdq.objective import ActivationSums
+
+REPLAY_BYTES = 2 << 30  # a block's inputs up to this size are kept between the two passes instead of run again
+
+
+@dataclass
+class _Call:
+    """One call of a block in the skeleton run, the hidden states taken out."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @torch.no_grad()
+    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        if "hidden_states" in self.kwargs:
+            output = block(*self.args, **(self.kwargs | {"hidden_states": hidden}))
+        else:
+            output = block(hidden, *self.args[1:], **self.kwargs)
+        return output if isinstance(output, Tensor) else output[0]
+
+
+@dataclass
+class Visit:
+    """One visit of one block: its module holds weights while this is the current item of the iteration."""
+
+    block: int
+    path: str
+    module: nn.Module
+    calls: list[_Call]
+    inputs: list[Tensor]
+    last: bool  # no later visit of the same block
+    earlier: list[tuple[list[_Call], list[Tensor]]]  # calls and inputs of earlier visits of the same block
+
+    def run(self) -> list[Tensor]:
+        return [call.run(self.module, x) for call, x in zip(self.calls, self.inputs, strict=True)]
+
+    def run_all(self) -> None:
+        """Run every visit of this block so far, for the hooks' sake; outputs are dropped."""
+        for calls, inputs in [*self.earlier, (self.calls, self.inputs)]:
+            for call, x in zip(calls, inputs, strict=True):
+                call.run(self.module, x)
+
+
+class BlockStream:
+    """The hidden states of all batches on their way through the blocks.
+
+    batches  int64 (B, T) token ids, each
+    dtype    what the blocks compute in
+    """
+
+    def __init__(self, model: Model, batches: list[Tensor], device: torch.device, dtype: torch.dtype):
+        self.model, self.batches, self.device, self.dtype = model, batches, device, dtype
+        self._rest = model.blocks[0].rpartition(".")[0]
+        self._modules = [model.tree.get_submodule(path) for path in model.blocks]
+        self._as_tuple: bool | None = None  # what blocks return: not known before one has run
+        self._order: list[int] = []
+        self._calls: list[list[_Call]] = []  # per visit, per batch
+        self.hidden: list[Tensor] = []
+        with torch.no_grad():
+            self._skeleton_run()
+
+    def _skeleton_run(self) -> None:
+        base_name = getattr(self.model.tree, "base_model_prefix", "")
+        base = getattr(self.model.tree, base_name, self.model.tree) if base_name else self.model.tree
+        base_path = base_name if base is not self.model.tree else ""
+        materialize(self.model, base_path, self.device, self.dtype, skip=self._rest)
+        for batch in self.batches:
+            recorder = _SkeletonBatch(self)
+            with _ReplacedForwards(self._modules, recorder.visit):
+                try:
+                    base(input_ids=batch.to(self.device))
+                except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+                    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    raise CheckpointError(
+                        f"{type(self.model.tree).__name__}: does not run with its blocks taken out ({reason}); "
+                        "svdq streams models whose blocks feed each other one hidden state"
+                    ) from error
+            order = [index for index, _ in recorder.calls]
+            if self._order and order != self._order:
+                raise CheckpointError("the order of the blocks differs between batches; svdq cannot stream this model")
+            self._order = order
+            self._calls.extend([] for _ in range(len(order) - len(self._calls)))
+            for position, (_, call) in enumerate(recorder.calls):
+                self._calls[position].append(call)
+        release(self.model, base_path, skip=self._rest)
+
+    def packed(self, hidden: Tensor) -> Tensor | tuple[Tensor]:
+        """Hidden states in the form in which this model's blocks return them."""
+        return (hidden,) if self._as_tuple else hidden
+
+    @property
+    def visits(self) -> int:
+        """How many block visits an iteration yields."""
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Visit]:
+        """Each visit in turn; after the consumer is done with it, `hidden` moves on to the next block's inputs."""
+        remaining = {index: self._order.count(index) for index in set(self._order)}
+        earlier: dict[int, list] = {}
+        for position, index in enumerate(self._order):
+            path, module = self.model.blocks[index], self._modules[index]
+            materialize(self.model, path, self.device, self.dtype)
+            remaining[index] -= 1
+            visit = Visit(
+                index,
+                path,
+                module,
+                self._calls[position],
+                self.hidden,
+                remaining[index] == 0,
+                earlier.get(index, []),
+            )
+            self._next: list[Tensor] | None = None
+            yield visit
+            if self._next is None:
+                self._next = visit.run()
+            if remaining[index]:
+                earlier.setdefault(index, []).append((visit.calls, visit.inputs))
+            else:
+                earlier.pop(index, None)
+            self.hidden = self._next
+            self._calls[position] = []
+            release(self.model, path)
+
+    def advance(self, outputs: list[Tensor]) -> None:
+        """The consumer has run the current visit itself: these are its outputs."""
+        self._next = outputs
+
+    def finish(self, consume: Callable[[int, Tensor, Tensor], None], streams: list[list[Tensor]]) -> None:
+        """Run the model's tail (norm, head) on final hidden states: consume(stream, batch, output) for each.
+
+        streams  lists of final hidden states, one per batch; output is the model's first output (logits, states)
+        """
+        materialize(self.model, "", self.device, self.dtype, skip=self._rest)
+        with torch.no_grad():
+            for number, states in enumerate(streams):
+                for batch, final in zip(self.batches, states, strict=True):
+
+                    def visit(index, original, args, kwargs, final=final):
+                        return self.packed(final)
+
+                    with _ReplacedForwards(self._modules, visit):
+                        consume(number, batch, self.model.tree(input_ids=batch.to(self.device))[0])
+        release(self.model, "", skip=self._rest)
+
+
+class _SkeletonBatch:
+    """What the blocks of the skeleton are called with for one batch."""
+
+    def __init__(self, stream: BlockStream):
+        self.stream = stream
+        self.calls: list[tuple[int, _Call]] = []
+        self.previous: Tensor | None = None
+        self.version = 0
+
+    def visit(self, index: int, original: Callable, args: tuple, kwargs: dict) -> Tensor | tuple[Tensor]:
+        """Stands in for the forward of block `index`: records the call, hands the hidden states on."""
+        stream, path = self.stream, self.stream.model.blocks[index]
+        by_name = "hidden_states" in kwargs
+        hidden = kwargs["hidden_states"] if by_name else args[0] if args else None
+        if not isinstance(hidden, Tensor):
+            raise CheckpointError(f"{path}: its first argument is not a tensor of hidden states")
+        if self.previous is None:
+            stream.hidden.append(hidden)
+        elif (hidden.data_ptr(), hidden.shape, hidden._version) != (
+            self.previous.data_ptr(),
+            self.previous.shape,
+            self.version,  # an operation in place leaves the address and counts this up
+        ):
+            raise CheckpointError(
+                f"{path}: the model changes the hidden states between its blocks; "
+                "svdq can stream only blocks that feed each other directly"
+            )
+        if stream._as_tuple is None:
+            stream._as_tuple = self._run_once(index, original, args, kwargs, hidden)
+        call = _Call(args, {**kwargs, "hidden_states": None}) if by_name else _Call((None, *args[1:]), kwargs)
+        self.calls.append((index, call))
+        self.previous, self.version = hidden, hidden._version
+        return stream.packed(hidden)
+
+    def _run_once(self, index: int, original: Callable, args: tuple, kwargs: dict, hidden: Tensor) -> bool:
+        """Run the real block, to see whether it returns a tensor or a tuple."""
+        stream, path = self.stream, self.stream.model.blocks[index]
+        materialize(stream.model, path, stream.device, stream.dtype)
+        output = original(*args, **kwargs)
+        release(stream.model, path)
+        states = output[0] if isinstance(output, tuple) else output
+        if not isinstance(states, Tensor) or states.shape != hidden.shape:
+            raise CheckpointError(f"{path}: does not map hidden states to hidden states")
+        return isinstance(output, tuple)
+
+
+class _ReplacedForwards:
+    """Inside, every block's forward is `visit(index, original forward, args, kwargs)`; the modules stay themselves."""
+
+    def __init__(self, modules: list[nn.Module], visit: Callable):
+        self.modules, self.visit = modules, visit
+
+    def __enter__(self) -> None:
+        for index, module in enumerate(self.modules):
+            original = module.forward
+
+            def forward(*args, _index=index, _original=original, **kwargs):
+                return self.visit(_index, _original, args, kwargs)
+
+            module.forward = forward  # type: ignore[method-assign]
+
+    def __exit__(self, *exception) -> None:
+        for module in self.modules:
+            del module.forward
+
+
+class _Hooks:
+    """Call `see(linear, input)` before each of these linears runs, while the context lasts."""
+
+    def __init__(self, tree: nn.Module, linears: list[Linear], see: Callable[[Linear, Tensor], None]):
+        self.tree, self.linears, self.see = tree, linears, see
+
+    def __enter__(self) -> None:
+        self.handles = []
+        for linear in self.linears:
+            module = self.tree.get_submodule(linear.module)
+
+            def hook(_module, args, _linear=linear):
+                self.see(_linear, args[0])
+
+            self.handles.append(module.register_forward_pre_hook(hook))
+
+    def __exit__(self, *exception) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def watch_inputs(tree: nn.Module, linears: list[Linear], see: Callable[[Linear, Tensor], None]) -> _Hooks:
+    return _Hooks(tree, linears, see)
+
+
+def token_rows(x: Tensor, channels: int) -> Tensor:
+    """Any input of a linear as (tokens, k): [1, 1, K] and [1, K] are both one token."""
+    return x.reshape(-1, channels)
+
+
+@dataclass
+class BlockSums:
+    """What one block's calibration gives: site leader → the names that share its input, and its sums."""
+
+    sites: dict[str, list[str]]
+    sums: dict[str, ActivationSums]
+    never_ran: list[str]
+
+
+def record_block(
+    stream: BlockStream,
+    visit: Visit,
+    linears: list[Linear],
+    config: CalibrationConfig,
+    dtype: torch.dtype = torch.float32,
+) -> BlockSums | None:
+    """Both passes over one block; also advances the stream. None until the block's last visit.
+
+    Raises DataError naming linear and sequence if an input is not finite.
+    """
+    if not visit.last:
+        return None
+    leaders: dict[str, Linear] = {}
+    members: dict[str, list[str]] = {}
+    first: dict[str, ChannelStatistics] = {}
+    kept: dict[str, list[Tensor]] | None = {}
+    kept_bytes = 0
+    current: dict[tuple, str] = {}  # input identity → leader, within one run of the block
+    alive: list[Tensor] = []  # inputs are held while the block runs, so that no address is used twice
+
+    def see_first(linear: Linear, x: Tensor) -> None:
+        nonlocal kept, kept_bytes
+        identity = (x.data_ptr(), x.shape, x.stride())
+        leader = current.get(identity)
+        if leader is not None and linear.name not in first:
+            if linear.name not in members[leader]:
+                members[leader].append(linear.name)
+            return
+        if linear.name not in first:
+            if any(linear.name in names for names in members.values()):
+                return  # shared an input before; its leader speaks for it
+            leaders[linear.name], members[linear.name] = linear, [linear.name]
+            first[linear.name] = ChannelStatistics(linear.k, x.device)
+        current[identity] = linear.name
+        alive.append(x)
+        rows = token_rows(x, linear.k)
+        if not first[linear.name].add(rows):
+            raise DataError(_not_finite(linear, x, visit.inputs, batch))
+        if kept is not None:
+            kept_bytes += rows.numel() * rows.element_size()
+            kept = None if kept_bytes > REPLAY_BYTES else kept
+        if kept is not None:
+            kept.setdefault(linear.name, []).append(rows.clone())
+
+    outputs: list[Tensor] = []
+    batch = -1  # the one that runs, for the message about an input that is not finite
+    with watch_inputs(stream.model.tree, linears, see_first):
+        for calls, inputs in [*visit.earlier, (visit.calls, visit.inputs)]:
+            outputs, batch = [], -1
+            for call, x in zip(calls, inputs, strict=True):
+                batch += 1
+                outputs.append(call.run(visit.module, x))
+                current.clear()
+                alive.clear()
+    stream.advance(outputs)
+
+    accumulators = {name: SumAccumulator(statistics, config) for name, statistics in first.items()}
+    if kept is not None:
+        for name, batches in kept.items():
+            for rows in batches:
+                accumulators[name].add(rows)
+            batches.clear()
+    else:
+        with watch_inputs(
+            stream.model.tree,
+            list(leaders.values()),
+            lambda linear, x: accumulators[linear.name].add(token_rows(x, linear.k)),
+        ):
+            visit.run_all()
+    ran = {name for names in members.values() for name in names}
+    return BlockSums(
+        sites=members,
+        sums={name: accumulator.finish(dtype) for name, accumulator in accumulators.items()},
+        never_ran=[linear.name for linear in linears if linear.name not in ran],
+    )
+
+
+def _not_finite(linear: Linear, x: Tensor, inputs: list[Tensor], batch: int) -> str:
+    row = sum(len(states) for states in inputs[:batch])
+    if x.dim() > 2 and x.shape[0] == inputs[batch].shape[0]:
+        bad = (~torch.isfinite(x)).flatten(1).any(1).nonzero()
+        row += int(bad[0]) if len(bad) else 0
+    return (
+        f"{linear.name}: its input holds a NaN or Inf in calibration sequence {row}; "
+        "wanted finite activations; check that sequence and the model's weights"
+    )

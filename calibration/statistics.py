@@ -1,0 +1,78 @@
+"""The sums of one site, taken batch by batch: float32 products of bounded chunks, accumulated in float64.
+
+First the per-channel energy (for the smoothing) and absmax, then Σ x'x'ᵀ, Σ x'x̂ᵀ and Σ x̂x̂ᵀ through the run-time
+quantizer. Sums, not means, so that the shares of data-parallel workers add up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from svdq.config import CalibrationConfig
+from svdq.objective import ActivationSums, gram
+from svdq.rounding import ActivationTransform, fake_quantize_activation
+
+CHUNK_TOKENS = 4096
+_SMOOTH_FLOOR, _SMOOTH_RANGE = 1e-5, (1e-2, 1e2)
+
+
+class ChannelStatistics:
+    """First pass: Σ x² and max |x| per channel, and the number of tokens."""
+
+    def __init__(self, channels: int, device: torch.device):
+        self.energy = torch.zeros(channels, dtype=torch.float64, device=device)
+        self.absmax = torch.zeros(channels, dtype=torch.float32, device=device)
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> bool:
+        """x (tokens, k) any float dtype. Returns whether everything in it was finite."""
+        x = x.float()
+        self.energy += x.square().sum(0, dtype=torch.float64)
+        self.absmax = torch.maximum(self.absmax, x.abs().amax(0)) if len(x) else self.absmax
+        self.tokens += len(x)
+        return bool(torch.isfinite(self.energy).all())
+
+    def smoothing(self, exponent: float) -> Tensor | None:
+        """s_k = rms_k^exponent with geometric mean 1, clamped; None for exponent 0.
+
+        A channel that never fired keeps 1: any other value would only amplify its weights' rounding. Values are
+        rounded to 8 bits of mantissa (nobody can tell), so that float16 and bfloat16 packings both hold them exactly.
+        """
+        if exponent == 0.0:
+            return None
+        rms = (self.energy / max(self.tokens, 1)).sqrt()
+        alive = rms > 0
+        smooth = rms.clamp_min(_SMOOTH_FLOOR) ** exponent
+        if alive.any():
+            smooth = smooth / smooth[alive].log().mean().exp()
+        return torch.where(alive, smooth.clamp(*_SMOOTH_RANGE), 1.0).bfloat16().float()
+
+
+class SumAccumulator:
+    """Second pass: the three (k, k) sums in float64."""
+
+    def __init__(self, first: ChannelStatistics, config: CalibrationConfig):
+        channels, device = len(first.absmax), first.absmax.device
+        self.absmax = first.absmax
+        self.transform = ActivationTransform(
+            first.smoothing(config.smoothing), config.rotation != "none", config.act_clip
+        )
+        self.xx, self.xq, self.qq = (
+            torch.zeros(channels, channels, dtype=torch.float64, device=device) for _ in range(3)
+        )
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """x (tokens, k), raw inputs."""
+        for chunk in x.split(CHUNK_TOKENS):
+            transformed = self.transform.apply(chunk)
+            quantized = fake_quantize_activation(transformed, self.transform.clip)
+            self.xx += gram(transformed)
+            self.xq += transformed.t() @ quantized
+            self.qq += gram(quantized)
+        self.tokens += len(x)
+
+    def finish(self, dtype: torch.dtype = torch.float32) -> ActivationSums:
+        xx, xq, qq = (m.to(dtype) for m in (self.xx, self.xq, self.qq))
+        return ActivationSums(xx, xq, qq, self.absmax, self.tokens, self.transform)

@@ -1,0 +1,48 @@
+"""svdq calibrate: read text, run the model block by block, keep the sums."""
+
+from __future__ import annotations
+
+import click
+
+from svdq.cli import options
+from svdq.cli.inputs import open_inputs, read_tokens
+
+
+@click.command("calibrate")
+@click.argument("model_dir")
+@click.option("-o", "--out", required=True, metavar="CALIB_DIR", help="Where the store is written.")
+@click.option("--data", required=True, metavar="SRC", help="Text file, directory, hub name or input_ids jsonl.")
+@options.data_options
+@options.preset_option
+@options.activation_options
+@options.pattern_options
+@options.remote_code
+@click.option("--strict", is_flag=True, help="Exit 1 if there is a warning.")
+@options.common
+def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip, ignore,
+            only, trust_remote_code, strict, device, json_file, quiet, verbose):  # fmt: skip
+    """Take the activation sums of MODEL_DIR on SRC. Running it again resumes an unfinished store."""
+    from dataclasses import asdict
+
+    from svdq import pipeline, preflight
+    from svdq.config import QuantConfig
+    from svdq.models import resolve_device
+
+    config = options.calibration_config(
+        preset, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
+        smoothing=smoothing, rotation=rotation, act_clip=act_clip,
+    )  # fmt: skip
+    console = options.Console(quiet, json_file)
+    where = resolve_device(device)
+    model, _ = open_inputs(model_dir, [data], trust_remote_code)
+    linears = preflight.plan(model, QuantConfig(ignore=ignore, only=only)).linears
+    tokens = read_tokens(
+        model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
+    )
+    console.say(tokens.summary())
+    summary = pipeline.calibrate(model, out, tokens, config, linears=linears, device=where, progress=console.progress)
+    for warning in summary.warnings:
+        console.warn(warning)
+    console.say(f"{out}: {summary.sites} sites in {summary.blocks} blocks, {summary.seconds:.1f} s")
+    options.write_report(json_file, asdict(summary))
+    return 1 if strict and summary.warnings else 0

@@ -1,0 +1,42 @@
+"""svdq export-packed: a canonical file into the order that the tensor-core kernels read."""
+
+from __future__ import annotations
+
+import click
+
+from svdq.cli import options
+
+
+@click.command("export-packed")
+@click.argument("file", metavar="OUT.safetensors")
+@click.argument("out", metavar="PACKED.safetensors")
+@click.option("--layout", type=click.Choice(["mma"]), default="mma", show_default=True, help="Fragment order.")
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), default="float16", show_default=True,
+              help="Type of every 16-bit tensor in the file.")  # fmt: skip
+@click.option(
+    "--fuse", multiple=True, metavar="NAME=PART,PART,…", help="Fuse siblings, e.g. qkv_proj=q_proj,k_proj,v_proj."
+)
+@click.option("--for", "runtime", type=click.Choice(["svdq", "nunchaku"]), default="svdq", show_default=True,
+              help="Refuse what this runtime would misread.")  # fmt: skip
+@click.option("--linears-only", is_flag=True, help="Leave the unquantized tensors out of the file.")
+@options.common
+def command(file, out, layout, dtype, fuse, runtime, linears_only, device, json_file, quiet, verbose):
+    """Pack OUT.safetensors into PACKED.safetensors. Nothing is recomputed: unpacking gives the same tensors back."""
+    from svdq import export, report
+    from svdq.preflight import check_output
+    from svdq.quantized import open_quantized
+
+    console = options.Console(quiet, json_file)
+    source = open_quantized(file)
+    export.check_exportable(source, runtime)
+    check_output(out, source.file.size, [source.file.path])
+    fuses = [export.parse_fuse(text) for text in fuse]
+    numbers = export.export_packed(
+        source, out, dtype=dtype, fuses=fuses, runtime=runtime, linears_only=linears_only, progress=console.progress
+    )
+    console.say(
+        f"{out}: {numbers['layers']} linears packed for {layout}, {numbers['fused']} fused groups, "
+        f"{numbers['dtype']}, {report.size(numbers['bytes'])}"
+    )
+    options.write_report(json_file, numbers)
+    return 0

@@ -1,0 +1,65 @@
+"""The svdq command. Each subcommand: parse, call one library function, print.
+
+Exit codes: 0 done, 1 a check failed, 2 the input was wrong (one line: where, what, what to do), 130 interrupted.
+A traceback is a bug in svdq.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from svdq import __version__
+from svdq.cli import calibrate, export_packed, inspect, quantize, verify
+from svdq.errors import SvdqError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="svdq")
+def svdq() -> None:
+    """Offline W4A4 quantization of transformers: calibrate, quantize, verify, export-packed, inspect."""
+
+
+for module in (calibrate, quantize, verify, export_packed, inspect):
+    svdq.add_command(module.command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run, and turn every expected failure into one line and an exit code."""
+    try:
+        code = svdq.main(arguments, prog_name="svdq", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else str(error))
+        code = 2
+    except click.ClickException as error:
+        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "svdq"
+        code = _fail(f"{where}: {' '.join(error.format_message().split())} (see {where} --help)")
+    except (click.Abort, KeyboardInterrupt):
+        resumable = any(name in (arguments or sys.argv[1:2]) for name in ("calibrate", "quantize"))
+        kept = "; finished blocks are kept, the same command goes on from there" if resumable else ""
+        click.echo(f"svdq: interrupted{kept}", err=True)
+        code = 130
+    except SvdqError as error:
+        code = _fail(f"svdq: {error}")
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = 0
+    except MemoryError:
+        code = _fail("svdq: out of memory; fewer --samples need less, and finished blocks are kept")
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        code = _fail("svdq: out of memory; fewer --samples need less, and finished blocks are kept")
+    sys.exit(code or 0)
+
+
+def _fail(message: str) -> int:
+    click.echo(message, err=True)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

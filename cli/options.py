@@ -1,0 +1,133 @@
+"""Options that several commands share, and how they become configurations."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from svdq.config import CalibrationConfig, LayerConfig, QuantConfig, parse_override, preset
+from svdq.errors import ConfigError
+
+_DEFAULTS = CalibrationConfig()
+_LAYER = LayerConfig()
+
+
+def _stack(*options: Callable) -> Callable:
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+common = _stack(
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:i."),
+    click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; - for standard output."),
+    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+    click.option("-v", "--verbose", is_flag=True, help="Print every layer."),
+)
+remote_code = click.option("--trust-remote-code", is_flag=True, help="Run code that the model directory brings.")
+data_options = _stack(
+    click.option("--samples", type=int, default=_DEFAULTS.samples, show_default=True, help="Sequences to read."),
+    click.option("--seq-len", type=int, default=_DEFAULTS.seq_len, show_default=True, help="Tokens in a sequence."),
+    click.option("--min-tokens", type=int, default=_DEFAULTS.min_tokens, show_default=True, help="Fewer are an error."),
+    click.option("--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Which sequences are drawn."),
+)
+preset_option = click.option(
+    "--preset", default="quality", show_default=True, help="quality, nunchaku (what that runtime reads) or plain."
+)
+activation_options = _stack(
+    click.option("--smoothing", type=float, show_default="0.75", help="Exponent of the channels' rms; 0 = none."),
+    click.option("--rotation", show_default="hadamard64", help="hadamard64 or none."),
+    click.option("--act-clip", type=float, show_default="0.85", help="Activation scale = clip * absmax / 7."),
+)
+pattern_options = _stack(
+    click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears in 16 bits."),
+    click.option("--only", multiple=True, metavar="PATTERN", help="Quantize only these."),
+)
+weight_options = _stack(
+    click.option("--rank", type=int, show_default=str(_LAYER.rank), help="Rank of the 16-bit correction; 0 = none."),
+    click.option("--group-size", type=int, show_default=str(_LAYER.group_size), help="Weights that share a scale."),
+    click.option("--rounds", type=int, show_default=str(_LAYER.rounds), help="GPTQ / SVD alternations."),
+    click.option("--damping", type=float, show_default="K / tokens, 0.01 to 0.5", help="Share of the mean diagonal."),
+    click.option("--objective", show_default=_LAYER.objective, help="output (activation error seen) or weight."),
+    click.option("--sweeps", type=int, show_default="0", help="Coordinate-descent sweeps over the codes."),
+    click.option("--svd", show_default=_LAYER.svd, help="auto, krylov or exact."),
+    click.option(
+        "--override", multiple=True, metavar="PATTERN:KNOB=VALUE,…", help="rank, group_size, rounds, damping for some."
+    ),
+)
+
+
+def calibration_config(preset_name: str, **values: Any) -> CalibrationConfig:
+    """Preset, then whatever was given explicitly."""
+    return CalibrationConfig(**{**preset(preset_name)[0], **_given(values)})
+
+
+def quant_config(
+    preset_name: str, ignore: tuple, only: tuple, override: tuple, linears_only: bool, **values: Any
+) -> QuantConfig:
+    layer = LayerConfig(**{**preset(preset_name)[1], **_given(values)})
+    return QuantConfig(layer, ignore, only, tuple(parse_override(text) for text in override), linears_only)
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def write_report(json_file: str | None, numbers: dict[str, Any]) -> None:
+    if json_file is None:
+        return
+    text = json.dumps(_plain(numbers), indent=1, sort_keys=True, allow_nan=False)
+    if json_file == "-":
+        click.echo(text)
+        return
+    try:
+        Path(json_file).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {json_file}: cannot be written: {error.strerror}") from None
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no Inf: they become null. Paths become strings."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
+
+
+class Console:
+    """Progress on a terminal's stderr; results on stdout, unless --quiet or JSON is to stand there alone."""
+
+    def __init__(self, quiet: bool, json_file: str | None):
+        self.quiet = quiet or json_file == "-"
+        self._bar: Any = None
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            click.echo(text)
+
+    def warn(self, text: str) -> None:
+        click.echo(f"warning: {text}", err=True)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        if self.quiet or not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, desc=stage, unit="block", leave=False, file=sys.stderr)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+            self._bar = None

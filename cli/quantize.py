@@ -1,0 +1,92 @@
+"""svdq quantize: a model directory into one W4A4 checkpoint."""
+
+from __future__ import annotations
+
+import click
+
+from svdq.cli import options
+from svdq.cli.inputs import open_inputs, read_tokens
+
+
+@click.command("quantize")
+@click.argument("model_dir")
+@click.argument("out", metavar="OUT.safetensors")
+@click.option("--calib", metavar="CALIB_DIR", help="A store of svdq calibrate.")
+@click.option("--data", metavar="SRC", help="Calibrate on this text on the way, and keep nothing.")
+@options.data_options
+@options.preset_option
+@options.activation_options
+@options.weight_options
+@options.pattern_options
+@click.option("--linears-only", is_flag=True, help="Leave the unquantized tensors out of the file.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
+@click.option("--strict", is_flag=True, help="Exit 1 if anything was repaired, left in 16 bits unasked, or warned of.")
+@options.remote_code
+@options.common
+def command(model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip,
+            rank, group_size, rounds, damping, objective, sweeps, svd, override, ignore, only, linears_only, dry_run,
+            strict, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
+    """Quantize MODEL_DIR into OUT.safetensors. A killed run resumes when the same command is given again."""
+    from svdq import pipeline, preflight, report
+    from svdq.calibration.store import Store
+    from svdq.errors import ConfigError
+    from svdq.models import resolve_device
+
+    config = options.quant_config(
+        preset, ignore, only, override, linears_only, rank=rank, group_size=group_size, rounds=rounds,
+        damping=damping, objective=objective, sweeps=sweeps, svd=svd,
+    )  # fmt: skip
+    calibration = options.calibration_config(
+        preset, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
+        smoothing=smoothing, rotation=rotation, act_clip=act_clip,
+    )  # fmt: skip
+    if calib and data:
+        raise ConfigError("--calib and --data: both given; wanted a store or a text to calibrate on, not both")
+    if not calib and not data and not dry_run:
+        raise ConfigError("wanted --calib CALIB_DIR (from svdq calibrate) or --data SRC to calibrate on")
+    console = options.Console(quiet, json_file)
+    where = resolve_device(device)
+    model, _ = open_inputs(model_dir, [data] if data else [], trust_remote_code)
+    the_plan = preflight.plan(model, config)
+    preflight.check_run_output(out, the_plan, model)
+    store = Store.open(calib) if calib else None
+    if store is not None:
+        _check_preset(store, preset, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
+    if dry_run:
+        console.say(report.plan_text(the_plan))
+        return 0
+    tokens = None
+    if data:
+        tokens = read_tokens(
+            model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
+        )
+        console.say(tokens.summary())
+    summary = pipeline.quantize(
+        model, out, config, store=store, data=tokens, calibration=None if store else calibration,
+        device=where, progress=console.progress,
+    )  # fmt: skip
+    console.say(report.quantization_text(summary))
+    if verbose:
+        rows = [
+            [name, layer["n"], layer["k"], report.percent(layer["error"])] for name, layer in summary.layers.items()
+        ]
+        console.say(report.table(["layer", "N", "K", "error"], rows))
+    options.write_report(json_file, vars(summary) | {"mean_error": summary.mean_error})
+    return 1 if strict and (summary.repairs or summary.warnings) else 0
+
+
+def _check_preset(store, preset: str, given: dict) -> None:
+    """The activation side was decided when the store was made: an option that says otherwise is an error."""
+    from svdq.config import to_dict
+    from svdq.errors import ConfigError
+
+    wanted = {key: value for key, value in given.items() if value is not None}
+    if preset != "quality":
+        wanted = {k: v for k, v in to_dict(options.calibration_config(preset)).items() if k in given} | wanted
+    for key, value in wanted.items():
+        found = store.manifest["config"][key]
+        if found != value:
+            raise ConfigError(
+                f"{store.directory}: calibrated with {key} {found!r}, this run wants {value!r}; "
+                "calibrate with the same --preset and activation options"
+            )

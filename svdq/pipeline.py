@@ -1,0 +1,450 @@
+"""From a model directory to a checkpoint: preflight, calibrate, quantize block by block, resume, assemble.
+
+Layers are independent: their inputs and targets come from the original model (measured no worse than inputs from the
+quantized prefix), so the sums may come from a store or be taken on the way, with the same bytes as a result. Finished
+blocks lie in a work directory beside the output; a killed run starts again at the first block that is not there. The
+output gets its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from svdq import schema
+from svdq.calibration.capture import BlockStream, BlockSums, record_block
+from svdq.calibration.data import TokenData, batches
+from svdq.calibration.store import Store
+from svdq.checkpoint import Entry, SafetensorsFile, open_file, read_json, write_file, write_json
+from svdq.config import CalibrationConfig, QuantConfig, first_difference, to_dict
+from svdq.errors import CheckpointError, ConfigError, NumericsError
+from svdq.grid import pack_nibbles
+from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linear
+from svdq.models import Linear, Model, read_weight
+from svdq.objective import ActivationSums
+from svdq.preflight import Plan, check_groups, check_run_output, plan, token_warnings
+
+TOKENS_PER_BATCH = 4096
+Progress = Callable[[str, int, int], None]  # stage, blocks done, blocks in all
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------- calibrate
+
+
+def data_identity(data: TokenData) -> dict[str, Any]:
+    """What the store and the file record of the data; of a local path the name alone, so that no machine shows."""
+    return {
+        "source": Path(data.source).name if Path(data.source).exists() else data.source,
+        "rows": data.rows_used,
+        "sequences": len(data.sequences),
+        "tokens": data.tokens,
+        "sha256": data.sha256(),
+    }
+
+
+def _record_blocks(
+    model: Model,
+    linears: list[Linear],
+    data: TokenData,
+    config: CalibrationConfig,
+    device: torch.device,
+    have: Callable[[int], bool],
+) -> Iterator[tuple[int, BlockSums | None]]:
+    """Stream the model; per block its sums, or None where `have` says they are not needed again."""
+    dtype = compute_dtype(model, device)
+    stream = BlockStream(model, batches(data.sequences, TOKENS_PER_BATCH), device, dtype)
+    needed = [b for b in range(len(model.blocks)) if not have(b)]
+    if not needed:
+        return
+    for visit in stream:
+        if have(visit.block):
+            if visit.last:
+                yield visit.block, None
+        else:
+            members = [linear for linear in linears if linear.block == visit.block]
+            if (result := record_block(stream, visit, members, config)) is not None:
+                yield visit.block, result
+        if visit.last and visit.block == needed[-1]:
+            return
+
+
+def compute_dtype(model: Model, device: torch.device) -> torch.dtype:
+    """float32 on CPUs, where 16-bit GEMMs are slow; the checkpoint's own 16-bit type on GPUs."""
+    if device.type == "cpu":
+        return torch.float32
+    kinds = {model.files.info(f"{linear.name}.weight").dtype for linear in model.linears}
+    return torch.bfloat16 if torch.bfloat16 in kinds else torch.float16 if kinds == {torch.float16} else torch.float32
+
+
+@dataclass
+class CalibrationSummary:
+    blocks: int
+    sites: int
+    tokens: int
+    seconds: float
+    warnings: list[str] = field(default_factory=list)
+
+
+def calibrate(
+    model: Model,
+    out: str | Path,
+    data: TokenData,
+    config: CalibrationConfig,
+    *,
+    linears: list[Linear] | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress = _silent,
+) -> CalibrationSummary:
+    """Take the sums of every site and write the store; resumes an unfinished one."""
+    started = time.perf_counter()
+    linears = model.linears if linears is None else linears
+    check_groups(linears)
+    identity = {
+        "config": to_dict(config),
+        "data": data_identity(data),
+        "model": model.files.source_fingerprint(),
+        "linears": [linear.name for linear in linears],
+    }
+    store = Store.create_or_resume(out, identity, len(model.blocks))
+    total, done = len(model.blocks), 0
+    progress("calibrate", 0, total)
+    if not store.manifest.get("finished"):
+        for block, result in _record_blocks(model, linears, data, config, torch.device(device), store.has):
+            if result is not None:
+                store.write(block, result)
+            done += 1
+            progress("calibrate", done, total)
+        store.finish()
+    progress("calibrate", total, total)
+    sites = sum(len(json.loads(open_file(store.path(b)).metadata["sites"])) for b in range(total))
+    return CalibrationSummary(
+        total, sites, data.tokens, time.perf_counter() - started, token_warnings(linears, data.tokens)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- quantize
+
+
+@dataclass
+class QuantizationSummary:
+    """What a run did. `layers` maps each name to its report (errors per round, damping, repairs, seconds)."""
+
+    path: Path
+    layers: dict[str, dict]
+    left_16bit: list[str]
+    repairs: list[str]
+    warnings: list[str]
+    source_bytes: int
+    output_bytes: int
+    resumed_blocks: int
+    seconds: float
+
+    @property
+    def mean_error(self) -> float:
+        return sum(layer["error"] for layer in self.layers.values()) / max(len(self.layers), 1)
+
+
+def quantize(
+    model: Model,
+    out: str | Path,
+    config: QuantConfig,
+    *,
+    store: Store | None = None,
+    data: TokenData | None = None,
+    calibration: CalibrationConfig | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress = _silent,
+) -> QuantizationSummary:
+    """Quantize a model from a calibration store, or from data directly (same bytes either way).
+
+    Raises ConfigError if a work directory of another configuration is there, or the store is of another model;
+    NumericsError and DataError name the layer.
+    """
+    started = time.perf_counter()
+    device = torch.device(device)
+    the_plan = plan(model, config)
+    activation, calibrated = _calibration_identity(model, the_plan, store, data, calibration)
+    out, work = check_run_output(out, the_plan, model)
+    identity = {
+        "config": to_dict(config),
+        "activation": activation,
+        "calibration": calibrated,
+        "source": model.files.source_fingerprint(),
+        "device": device.type,
+    }
+    _open_work(work, identity)
+
+    def block_file(block: int) -> Path:
+        return work / f"block-{block:05d}.safetensors"
+
+    total = len(model.blocks)
+    resumed = sum(block_file(b).exists() for b in range(total))
+    progress("quantize", 0, total)
+
+    def have(block: int) -> bool:
+        return block_file(block).exists()
+
+    if store is not None:
+        sums: Iterator = ((b, None if have(b) else store.read(b)) for b in range(total))
+    else:
+        assert data is not None and calibration is not None
+        sums = _record_blocks(model, the_plan.linears, data, calibration, device, have)
+    _quantize_blocks(model, the_plan, config, device, sums, block_file, total, progress, overlap=store is not None)
+
+    finished = [open_file(block_file(b)) for b in range(total) if have(b)]
+    layers: dict[str, dict] = {}
+    never_ran: list[str] = []
+    for file in finished:
+        stored = json.loads(file.metadata["report"])
+        layers.update(stored["layers"])
+        never_ran += stored["never_ran"]
+    if not layers:
+        raise ConfigError(f"{model.directory}: none of the selected linears ran during calibration")
+    repairs = [f"{name}: {repair}" for name, layer in layers.items() for repair in layer["repairs"]]
+    repairs += [f"{name}: left in 16 bits, it never ran during calibration" for name in never_ran]
+    left = the_plan.left_16bit + never_ran
+    warnings = token_warnings(the_plan.linears, calibrated["tokens"])
+    _assemble(model, out, config, activation, calibrated, finished, layers, left, repairs)
+    shutil.rmtree(work)
+    source_bytes = sum(model.files.info(key).nbytes for key in model.files.tensors)
+    return QuantizationSummary(
+        path=out,
+        layers=layers,
+        left_16bit=left,
+        repairs=repairs,
+        warnings=warnings,
+        source_bytes=source_bytes,
+        output_bytes=out.stat().st_size,
+        resumed_blocks=resumed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _calibration_identity(
+    model: Model, the_plan: Plan, store: Store | None, data: TokenData | None, calibration: CalibrationConfig | None
+) -> tuple[dict, dict]:
+    """(activation side, data fingerprint), after checking that the store fits the model and the selection."""
+    if store is None:
+        if data is None or calibration is None:
+            raise ConfigError("quantize needs a calibration store or data to calibrate on: --calib DIR or --data SRC")
+        config, calibrated = to_dict(calibration), data_identity(data)
+    else:
+        difference = first_difference(model.files.source_fingerprint(), store.manifest["model"])
+        if difference:
+            raise ConfigError(f"{store.directory}: calibrated on another model: {difference}; calibrate this model")
+        known = set(store.manifest["linears"])
+        if lacking := [linear.name for linear in the_plan.linears if linear.name not in known]:
+            raise ConfigError(
+                f"{store.directory}: was calibrated without {lacking[0]}; calibrate with that linear selected"
+            )
+        config, calibrated = store.manifest["config"], store.manifest["data"]
+    return {key: config[key] for key in ("smoothing", "rotation", "act_clip")}, calibrated
+
+
+def _open_work(work: Path, identity: dict) -> None:
+    if work.exists() and not work.is_dir():
+        raise CheckpointError(f"{work}: a file stands where the work directory would be; move it away")
+    run = work / "run.json"
+    if run.exists():
+        if difference := first_difference(identity, read_json(run)):
+            raise ConfigError(
+                f"{work}: holds an unfinished run with another {difference}; finish it or delete the directory"
+            )
+        return
+    try:
+        work.mkdir(exist_ok=True)
+        strangers = [entry.name for entry in work.iterdir()]
+    except OSError as error:
+        raise CheckpointError(f"{work}: cannot be created: {error.strerror}") from None
+    if strangers:
+        raise CheckpointError(f"{work}: holds {strangers[0]} and is no work directory of svdq; move it away")
+    write_json(run, identity)
+
+
+def _quantize_blocks(
+    model: Model,
+    the_plan: Plan,
+    config: QuantConfig,
+    device: torch.device,
+    recorded: Iterator[tuple[int, BlockSums | None]],
+    block_file: Callable[[int], Path],
+    total: int,
+    progress: Progress,
+    *,
+    overlap: bool,
+) -> None:
+    """Quantize the blocks as their sums arrive and write each when it is done.
+
+    On a CPU, sites go to a pool with one thread each: most of a layer's time is in operations too small for two
+    threads, and one thread a layer makes the bytes independent of the number of cores. With `overlap` two blocks are in
+    flight, so that the pool does not run dry at a block's end; without, the pool rests while the next sums are taken,
+    as those use all threads.
+    """
+    threads = torch.get_num_threads()
+    workers = max(1, min(os.cpu_count() or 1, 8)) if device.type == "cpu" else 1
+    waiting: deque[tuple[int, list[Future], BlockSums]] = deque()
+    done = 0
+
+    def write_oldest() -> None:
+        nonlocal done
+        block, futures, sums = waiting.popleft()
+        results = [result for future in futures for result in future.result()]
+        _write_block(the_plan, block, sums, results, config, block_file(block))
+        done += 1
+        progress("quantize", done, total)
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for block, sums in recorded:
+                if sums is None:
+                    done += 1
+                    progress("quantize", done, total)
+                    continue
+                jobs = _site_jobs(the_plan, block, sums)
+                waiting.append(
+                    (block, [pool.submit(_quantize_site, model, *job, config, device) for job in jobs], sums)
+                )
+                if len(waiting) > overlap:
+                    write_oldest()
+                if not overlap:
+                    torch.set_num_threads(threads)
+            while waiting:
+                write_oldest()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _site_jobs(the_plan: Plan, block: int, sums: BlockSums) -> list[tuple[ActivationSums, list[Linear]]]:
+    """One job a site, the most expensive first."""
+    by_name = {linear.name: linear for linear in the_plan.linears if linear.block == block}
+    jobs = []
+    for site, names in sums.sites.items():
+        if members := [by_name[name] for name in names if name in by_name]:
+            jobs.append((sums.sums[site], members))
+    return sorted(jobs, key=lambda job: -sum(3 * m.k**3 + m.n * m.k**2 for m in job[1]))
+
+
+def _quantize_site(
+    model: Model, sums: ActivationSums, members: list[Linear], config: QuantConfig, device: torch.device
+) -> list[tuple[Linear, QuantizedLinear, ActivationSums]]:
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # per call: a part of this setting is one for all threads
+    sums = sums.to(device)
+    prepared: dict[tuple, PreparedSite] = {}
+    results = []
+    for linear in members:
+        layer = config.for_layer(linear.name)
+        key = (layer.damping, layer.objective)
+        started = time.perf_counter()
+        try:
+            if key not in prepared:
+                prepared[key] = prepare_site(sums, layer)
+            result = quantize_linear(read_weight(model, linear).to(device), prepared[key], layer)
+        except NumericsError as error:
+            raise NumericsError(f"{linear.name}: {error}") from None
+        result.report["seconds"] = round(time.perf_counter() - started, 3)
+        results.append((linear, result, sums))
+    return results
+
+
+def _write_block(the_plan: Plan, block: int, sums: BlockSums, results: list, config: QuantConfig, path: Path) -> None:
+    entries: list[Entry] = []
+    layers: dict[str, dict] = {}
+    for linear, result, activation in results:
+        entries += _canonical_entries(linear, result, activation)
+        layers[linear.name] = {
+            "n": linear.n,
+            "k": linear.k,
+            "rank": result.proj_up.shape[1],
+            "group_size": config.for_layer(linear.name).group_size,
+            **result.report,
+        }
+    selected = [linear.name for linear in the_plan.linears if linear.block == block]
+    report = {
+        "layers": {name: layers[name] for name in selected if name in layers},
+        "never_ran": [name for name in sums.never_ran if name in selected],
+    }
+    write_file(path, entries, {"report": json.dumps(report), "sites": json.dumps(sums.sites)})
+
+
+def _canonical_entries(linear: Linear, result: QuantizedLinear, sums: ActivationSums) -> list[Entry]:
+    tensors = {
+        "qweight": pack_nibbles(result.codes),
+        "w_scales": result.scales,
+        "proj_down": result.proj_down,
+        "proj_up": result.proj_up,
+    }
+    if sums.transform.smooth is not None:
+        tensors["smooth"] = sums.transform.smooth
+    if sums.transform.clip != 1.0:
+        tensors["act_clip"] = torch.tensor(sums.transform.clip, dtype=torch.float32)
+    return [Entry(f"{linear.name}.{suffix}", t.dtype, tuple(t.shape), t.cpu) for suffix, t in tensors.items()]
+
+
+def _assemble(
+    model: Model,
+    out: Path,
+    config: QuantConfig,
+    activation: dict,
+    calibrated: dict,
+    finished: list[SafetensorsFile],
+    layers: dict[str, dict],
+    left: list[str],
+    repairs: list[str],
+) -> None:
+    entries = []
+    for file in finished:
+        for name, info in file.tensors.items():
+            entries.append(Entry(name, info.dtype, info.shape, partial(file.chunks, name)))
+    quantized = {f"{name}.weight" for name in layers}
+    for key in model.files.tensors:
+        if key in quantized or key in model.ties:
+            continue
+        if config.linears_only and key.removesuffix(".bias") not in layers:
+            continue
+        info = model.files.info(key)
+        entries.append(Entry(key, info.dtype, info.shape, partial(model.files.chunks, key)))
+    sites: dict[str, list[str]] = {}
+    for file in finished:
+        sites.update(json.loads(file.metadata["sites"]))
+    sizes = {name: {key: layer[key] for key in ("n", "k", "rank", "group_size")} for name, layer in layers.items()}
+    timeless = {
+        name: {k: v for k, v in layer.items() if k != "seconds" and k not in sizes[name]}
+        for name, layer in layers.items()
+    }
+    metadata = {
+        schema.QUANTIZATION_CONFIG: schema.quantization_config(
+            rank=config.layer.rank,
+            group_size=config.layer.group_size,
+            smooth=activation["smoothing"] != 0.0,
+            rotation=activation["rotation"],
+            ignore=sorted(left),
+            packing=schema.CANONICAL_PACKING,
+        ),
+        schema.RUN_CONFIG: {"quantize": to_dict(config), "activation": activation},
+        schema.CALIBRATION: calibrated,
+        schema.SOURCE: model.files.source_fingerprint(),
+        schema.LAYERS: sizes,
+        schema.REPORT: {"layers": timeless, "repairs": repairs, "sites": sites},
+        schema.TIES: model.ties,
+        schema.MODEL_CONFIG: model.config,
+    }
+    write_file(out, entries, {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()})

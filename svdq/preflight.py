@@ -1,0 +1,136 @@
+"""Everything that can be known before a weight is read: what a run will do, whether it can, what it will need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from svdq import schema
+from svdq.config import QuantConfig, matches
+from svdq.errors import CheckpointError, ConfigError
+from svdq.grid import ACTIVATION_GROUP
+from svdq.models import Linear, Model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, known before any weight is read."""
+
+    linears: list[Linear]
+    left_16bit: list[str]  # linears inside blocks that the patterns leave out
+    output_bytes: int
+    work_bytes: int
+    peak_bytes: int  # largest block in float32, its sums and factorizations
+
+
+def plan(model: Model, config: QuantConfig) -> Plan:
+    """Check everything that can be known without weights.
+
+    Raises ConfigError for patterns that match nothing, sizes that cannot be quantized, an empty selection.
+    """
+    names = [linear.name for linear in model.linears]
+    for option, pattern in config.patterns():
+        if not any(matches(pattern, name) for name in names):
+            raise ConfigError(f"{option} {pattern!r}: matches none of the {len(names)} linears, e.g. {names[0]}")
+    chosen = [linear for linear in model.linears if config.selects(linear.name)]
+    if not chosen:
+        raise ConfigError(f"{model.directory}: --only and --ignore leave no linear to quantize")
+    problems = []
+    for linear in chosen:
+        layer = config.for_layer(linear.name)
+        if linear.k % layer.group_size:
+            problems.append(_indivisible(linear, layer.group_size))
+        elif layer.rank > min(linear.n, linear.k):
+            problems.append(
+                f"{linear.name}: rank {layer.rank} exceeds its size {linear.n} x {linear.k}; "
+                f"lower it with --override '{linear.name}:rank={min(linear.n, linear.k)}'"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    work = sum(_quantized_bytes(linear, config) for linear in chosen)
+    replaced = {f"{linear.name}.weight" for linear in chosen}
+    kept = [] if config.linears_only else [k for k in model.files.tensors if k not in replaced and k not in model.ties]
+    other = sum(model.files.info(key).nbytes for key in kept)
+    largest = max(linear.k for linear in chosen)
+    block = max(
+        sum(4 * linear.n * linear.k for linear in model.linears if linear.block == b) for b in range(len(model.blocks))
+    )
+    return Plan(
+        linears=chosen,
+        left_16bit=[name for name in names if name not in {linear.name for linear in chosen}],
+        output_bytes=work + other,
+        work_bytes=work,
+        peak_bytes=block + 14 * 8 * largest * largest,
+    )
+
+
+def _quantized_bytes(linear: Linear, config: QuantConfig) -> int:
+    layer = config.for_layer(linear.name)
+    shapes = schema.canonical_shapes(linear.n, linear.k, layer.rank, layer.group_size)
+    sizes = {rule.suffix: rule.dtype.itemsize for rule in schema.CANONICAL if rule.dtype is not None}
+    return sum(sizes[suffix] * torch.Size(shape).numel() for suffix, shape in shapes.items() if suffix in sizes)
+
+
+def check_output(path: str | Path, needed_bytes: int, sources: Sequence[Path] = ()) -> Path:
+    """The output can be written: its parent exists and is writable, it is no directory, the disk has room.
+
+    sources  files that the run reads; the output must not be one of them
+    """
+    path = Path(path)
+    parent = path.parent if str(path.parent) else Path()
+    if path.is_dir():
+        raise CheckpointError(f"{path}: a directory; wanted the path of a file to write")
+    if path.exists() and any(path.samefile(source) for source in sources):
+        raise CheckpointError(f"{path}: is what this run reads; wanted another path for its output")
+    if not parent.is_dir():
+        raise CheckpointError(f"{parent}: no such directory; create it first")
+    if not os.access(parent, os.W_OK):
+        raise CheckpointError(f"{parent}: not writable")
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{parent}: {free / 2**20:,.0f} MiB free, wanted {needed_bytes / 2**20:,.0f} MiB "
+            "for the output and its work files; free some space or write elsewhere"
+        )
+    return path
+
+
+def check_run_output(out: str | Path, the_plan: Plan, model: Model) -> tuple[Path, Path]:
+    """(output path, work directory) of a quantize run, after checking that both fit; see `check_output`."""
+    work = Path(f"{out}.work")
+    there = sum(file.stat().st_size for file in work.iterdir()) if work.is_dir() else 0
+    needed = the_plan.output_bytes + max(the_plan.work_bytes - there, 0)
+    return check_output(out, needed, [file.path for file in model.files.files.values()]), work
+
+
+def check_groups(linears: list[Linear]) -> None:
+    """The activation quantizer's groups divide every input. Raises ConfigError listing the linears where not."""
+    if bad := [linear for linear in linears if linear.k % ACTIVATION_GROUP]:
+        raise ConfigError("\n".join(_indivisible(linear, ACTIVATION_GROUP) for linear in bad))
+
+
+def _indivisible(linear: Linear, group: int) -> str:
+    return (
+        f"{linear.name}: in_features {linear.k} is not a multiple of the group size {group}; "
+        f"leave it in 16 bits with --ignore '{linear.name}'"
+    )
+
+
+def token_warnings(linears: list[Linear], tokens: int) -> list[str]:
+    """Too few calibration tokens for the widest input: at T ≈ K … 4K the method overfits in spite of its damping."""
+    widest = max(linears, key=lambda linear: linear.k)
+    if tokens < widest.k:
+        return [
+            f"{tokens:,} calibration tokens for {widest.k} input channels ({widest.name}): fewer tokens than channels"
+        ]
+    if tokens < 4 * widest.k:
+        return [
+            f"{tokens:,} calibration tokens for {widest.k} input channels ({widest.name}): "
+            f"quality suffers below {4 * widest.k:,}"
+        ]
+    return []

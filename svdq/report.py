@@ -1,0 +1,165 @@
+"""Numbers as text: summaries and tables for a terminal. JSON is the reports' own `to_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from svdq.pipeline import Plan, QuantizationSummary
+    from svdq.quantized import QuantizedFile
+    from svdq.verify import Report
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns as wide as their content; everything but the first column is right-aligned."""
+    cells = [[str(c) for c in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        first, *rest = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def size(count: float) -> str:
+    """1234567 → '1.2 MB' (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def listed(items: Sequence[str], title: str, most: int = 10) -> list[str]:
+    """'title (n):' and at most `most` of the items, indented; nothing for an empty list."""
+    if not items:
+        return []
+    lines = [f"{title} ({len(items)}):", *(f"  {item}" for item in items[:most])]
+    if len(items) > most:
+        lines.append(f"  … and {len(items) - most} more")
+    return lines
+
+
+def plan_text(plan: Plan) -> str:
+    lines = [
+        f"{len(plan.linears)} linears to quantize, {len(plan.left_16bit)} left in 16 bits",
+        f"output {size(plan.output_bytes)}, work directory {size(plan.work_bytes)}, "
+        f"memory about {size(plan.peak_bytes)} beside the activations",
+    ]
+    return "\n".join([*lines, *listed(plan.left_16bit, "left in 16 bits")])
+
+
+def quantization_text(summary: QuantizationSummary) -> str:
+    worst = sorted(summary.layers.items(), key=lambda item: -item[1]["error"])[:5]
+    lines = [
+        f"{summary.path}: {len(summary.layers)} linears quantized, {len(summary.left_16bit)} left in 16 bits",
+        f"{size(summary.source_bytes)} -> {size(summary.output_bytes)}, "
+        f"mean layer error {percent(summary.mean_error)} (calibration data), {summary.seconds:.1f} s",
+    ]
+    if summary.resumed_blocks:
+        lines.append(f"resumed: {summary.resumed_blocks} blocks were already done")
+    lines += ["worst layers:", *(f"  {percent(layer['error']):>8}  {name}" for name, layer in worst)]
+    return "\n".join([*lines, *listed(summary.repairs, "repairs"), *listed(summary.warnings, "warnings")])
+
+
+def verification_text(report: Report, most: int = 15) -> str:
+    """Layers worst first, totals, outputs, failures."""
+    rows = sorted(report.layers, key=lambda row: -row.quantization_error)
+    header = ["layer", "N", "K", "rank", "quant. error", "per token", "on store", "kernel error", "repack"]
+    body = [
+        [
+            row.name,
+            row.n,
+            row.k,
+            row.rank,
+            percent(row.quantization_error),
+            percent(row.token_error),
+            percent(row.store_error),
+            f"{row.kernel_error:.1e}",
+            "same" if row.roundtrip else "DIFFERS",
+        ]
+        for row in rows[:most]
+    ]
+    lines = [table(header, body)]
+    if len(rows) > most:
+        lines.append(f"… and {len(rows) - most} better ones")
+    if rows:
+        mean = sum(row.quantization_error for row in rows) / len(rows)
+        worst_kernel = max(row.kernel_error for row in rows)
+        lines.append(
+            f"{len(rows)} linears: mean quantization error {percent(mean)}, largest kernel error {worst_kernel:.1e}"
+        )
+    for output in report.outputs:
+        if output.original is not None and output.quantized is not None:
+            lines.append(
+                f"perplexity on {output.source} ({output.tokens:,} tokens): original {output.original:.2f}, "
+                f"W4A4 {output.quantized:.2f} ({output.quantized / output.original:.3f} x)"
+            )
+        else:
+            lines.append(
+                f"final states on {output.source} ({output.tokens:,} tokens): relative error "
+                f"{percent(output.state_error)}, mean cosine {output.state_cosine:.4f}"
+            )
+    lines += listed(report.repairs, "repairs") + listed(report.notes, "notes")
+    lines += listed(report.failures, "FAILED", most=30) or ["all checks passed"]
+    return "\n".join(lines)
+
+
+def inspection(quantized: QuantizedFile) -> dict[str, Any]:
+    """What a header says, as plain JSON values."""
+    tensors = quantized.file.tensors
+    owned = set(tensors) - set(quantized.other_tensors)
+    weights = sum(n * k for n, k, _, _ in quantized.layers.values())
+    stored = sum(tensors[name].nbytes for name in owned)
+    return {
+        "file": str(quantized.file.path),
+        "kind": quantized.kind,
+        "bytes": quantized.file.size,
+        "linears": len(quantized.layers),
+        "linear_bytes": stored,
+        "bits_per_weight": 8 * stored / weights if weights else None,
+        "other_tensors": len(quantized.other_tensors),
+        "other_bytes": sum(tensors[name].nbytes for name in quantized.other_tensors),
+        "quantization_config": quantized.config,
+        "ties": quantized.ties,
+        "repairs": quantized.report.get("repairs", []),
+        "layers": {name: dict(zip("nkrg", sizes, strict=True)) for name, sizes in quantized.layers.items()},
+        "tensors": {
+            name: {"dtype": str(info.dtype).removeprefix("torch."), "shape": list(info.shape), "bytes": info.nbytes}
+            for name, info in sorted(tensors.items())
+        },
+    }
+
+
+def inspection_text(facts: dict[str, Any], all_tensors: bool = False) -> str:
+    config = facts["quantization_config"]
+    shapes: dict[tuple, int] = {}
+    for entry in facts["layers"].values():
+        key = tuple(entry.values())
+        shapes[key] = shapes.get(key, 0) + 1
+    lines = [
+        f"{facts['file']}: {facts['kind']} W4A4 checkpoint, {size(facts['bytes'])}",
+        f"{facts['linears']} quantized linears, {size(facts['linear_bytes'])}, "
+        f"{facts['bits_per_weight'] or 0:.2f} bits per weight; "
+        f"{facts['other_tensors']} other tensors, {size(facts['other_bytes'])}",
+        f"rank {config.get('rank')}, rotation {config.get('rotation')}, smoothing {config.get('smooth')}, "
+        f"packing {config.get('packing', {}).get('layout')}, by {config.get('producer', {}).get('name')} "
+        f"{config.get('producer', {}).get('version')}",
+    ]
+    if all_tensors:
+        body = [[name, *(str(value) for value in tensor.values())] for name, tensor in facts["tensors"].items()]
+        lines.append(table(["tensor", "type", "shape", "bytes"], body))
+    else:
+        body = [[*key, count] for key, count in sorted(shapes.items())]
+        lines.append(table(["N", "K", "rank", "group", "linears"], body))
+    lines += [f"tied: {alias} = {target}" for alias, target in facts["ties"].items()]
+    lines += listed(config.get("ignore", []), "left in 16 bits")
+    return "\n".join(lines + (listed(facts["repairs"], "repairs") or ["no repairs"]))

@@ -1,0 +1,418 @@
+"""Check a quantized file: structure, then every layer with the two errors apart, then the whole model.
+
+quantization error  what the format costs: dequantized math in float64 against the original layer
+kernel error        the reference path on packed operands, in float32, against the same dequantized math in float64;
+                    near zero, or the path has a bug
+
+With data, the original model and the quantized one are streamed through the blocks side by side: layer errors are
+taken on the original's activations, perplexity on both ends. Without data, layer errors are those of the weights, on
+standard normal inputs for the kernel error, and of the calibration store if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from svdq import schema
+from svdq.calibration.capture import BlockStream, token_rows, watch_inputs
+from svdq.calibration.data import TokenData, batches
+from svdq.calibration.store import Store
+from svdq.checkpoint import same_bytes
+from svdq.errors import CheckpointError
+from svdq.export import pack_layers, packed_sizes, unpack_layers
+from svdq.kernels.reference import w4a4_linear
+from svdq.models import Linear, Model, read_weight
+from svdq.objective import Objective, relative
+from svdq.pipeline import compute_dtype
+from svdq.quantized import Layer, QuantizedFile
+
+LAYER_TOKENS = 512  # held-out tokens on which a layer's errors are taken
+TOKENS_PER_BATCH = 2048
+
+
+@dataclass
+class LayerReport:
+    """Errors of one linear. Relative Frobenius errors of outputs (of weights without data); token_error is the root
+    mean over tokens of the squared relative error of each, which no few massive tokens can own."""
+
+    name: str
+    n: int
+    k: int
+    rank: int
+    group_size: int
+    quantization_error: float
+    kernel_error: float
+    roundtrip: bool
+    token_error: float | None = None
+    store_error: float | None = None
+
+
+@dataclass
+class OutputReport:
+    """The whole model on one text: perplexities for a causal LM, else how far the final states are apart."""
+
+    source: str
+    tokens: int
+    original: float | None = None
+    quantized: float | None = None
+    state_error: float | None = None
+    state_cosine: float | None = None
+
+
+@dataclass
+class Report:
+    file: str
+    kind: str
+    structure: list[str] = field(default_factory=list)  # problems; empty = sound
+    layers: list[LayerReport] = field(default_factory=list)
+    outputs: list[OutputReport] = field(default_factory=list)
+    repairs: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """A check fails above these. None = not checked."""
+
+    kernel_error: float = 1e-5
+    quantization_error: float | None = 0.5
+    perplexity_ratio: float | None = None
+
+
+def verify(
+    model: Model,
+    quantized: QuantizedFile,
+    *,
+    data: list[TokenData] | None = None,
+    store: Store | None = None,
+    thresholds: Thresholds | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Report:
+    """See the module. Raises CheckpointError if the file is not of this model at all."""
+    thresholds = thresholds or Thresholds()
+    device = torch.device(device)
+    linears = {linear.name: linear for linear in model.linears}
+    for name, (n, k, _, _) in quantized.layers.items():
+        linear = linears.get(name)
+        if linear is None:
+            raise CheckpointError(f"{quantized.file.path}: its linear {name} is not one of {model.directory}")
+        if (n, k) != (linear.n, linear.k):
+            raise CheckpointError(
+                f"{quantized.file.path}: its {name} is {n} x {k}, that of {model.directory} is {linear.n} x {linear.k}"
+            )
+    report = Report(str(quantized.file.path), str(quantized.kind), repairs=list(quantized.report.get("repairs", [])))
+    report.structure = check_structure(model, quantized)
+    if data:
+        _verify_on_data(model, quantized, data, report, device, progress)
+    else:
+        for done, name in enumerate(quantized.layers, 1):
+            report.layers.append(_verify_on_weights(model, linears[name], quantized.layer(name), device))
+            progress("verify", done, len(quantized.layers))
+    if store is not None:
+        _store_errors(model, quantized, store, report)
+    order = list(quantized.layers)
+    report.layers.sort(key=lambda row: order.index(row.name))
+    report.failures = failures(report, thresholds)
+    return report
+
+
+def failures(report: Report, thresholds: Thresholds) -> list[str]:
+    found = [f"structure: {problem}" for problem in report.structure]
+    for row in report.layers:
+        if not row.roundtrip:
+            found.append(f"{row.name}: packing and unpacking does not give the same tensors back")
+        if not row.kernel_error <= thresholds.kernel_error:
+            found.append(
+                f"{row.name}: kernel error {row.kernel_error:.2e}, wanted at most {thresholds.kernel_error:.0e}"
+            )
+        limit = thresholds.quantization_error
+        if limit is not None and not row.quantization_error <= limit:
+            found.append(f"{row.name}: quantization error {row.quantization_error:.3f}, wanted at most {limit}")
+    for output in report.outputs:
+        limit = thresholds.perplexity_ratio
+        if limit is not None and output.original and output.quantized is not None:
+            ratio = output.quantized / output.original
+            if not ratio <= limit:
+                found.append(f"{output.source}: perplexity ratio {ratio:.3f}, wanted at most {limit}")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- structure
+
+
+def check_structure(model: Model, quantized: QuantizedFile) -> list[str]:
+    """Problems of the content, one line each: values, code range, and that every source tensor is accounted for."""
+    problems = []
+    linears = {linear.name: linear for linear in model.linears}
+    for name in quantized.layers:
+        layer = quantized.layer(name)
+        problems += _layer_problems(model, linears[name], layer) + _transform_problems(quantized, layer)
+    linears_only = not quantized.other_tensors
+    replaced = {f"{name}.{leaf}" for name in quantized.layers for leaf in ("weight", "bias")}
+    for key in model.files.tensors:
+        if key in replaced or key in model.ties or linears_only:
+            continue
+        if key not in quantized.file.tensors:
+            problems.append(f"{key}: of the source, is not in the file")
+        elif not same_bytes(quantized.file, key, model.files.tensors[key], key):
+            problems.append(f"{key}: differs from the source")
+    for key in quantized.other_tensors:
+        if key not in model.files.tensors:
+            problems.append(f"{key}: not a tensor of the source")
+    return problems
+
+
+def _layer_problems(model: Model, linear: Linear, layer: Layer) -> list[str]:
+    problems = []
+    name = linear.name
+    if layer.codes.amin() < -7 or layer.codes.amax() > 7:
+        problems.append(f"{name}: codes leave [-7, 7]")
+    scales = layer.scales.float()
+    if not (torch.isfinite(scales).all() and (scales > 0).all()):
+        problems.append(f"{name}: a weight scale is not finite and positive")
+    for label, tensor in (("proj_down", layer.proj_down), ("proj_up", layer.proj_up), ("bias", layer.bias)):
+        if tensor is not None and not torch.isfinite(tensor.float()).all():
+            problems.append(f"{name}.{label}: holds a NaN or Inf")
+    smooth = layer.transform.smooth
+    if smooth is not None and not (torch.isfinite(smooth).all() and (smooth > 0).all()):
+        problems.append(f"{name}.smooth: not finite and positive")
+    if not 0 < layer.transform.clip <= 1:
+        problems.append(f"{name}.act_clip: {layer.transform.clip} is not in (0, 1]")
+    if not layer.codes.any() and not layer.proj_up.any() and read_weight(model, linear).any():
+        problems.append(f"{name}: all zero, the source's weight is not")
+    if linear.bias != (layer.bias is not None):
+        problems.append(f"{name}: {'lacks' if linear.bias else 'has'} a bias, unlike the source")
+    elif layer.bias is not None:
+        source = model.files.read(f"{name}.bias")
+        if not torch.equal(source.to(layer.bias.dtype), layer.bias):
+            problems.append(f"{name}: its bias differs from the source's")
+    return problems
+
+
+def _transform_problems(quantized: QuantizedFile, layer: Layer) -> list[str]:
+    """What the header says of the activation side, against what the layer holds."""
+    problems = []
+    if bool(quantized.config.get("smooth")) != (layer.transform.smooth is not None):
+        problems.append(
+            f"{layer.name}: {'lacks' if quantized.config.get('smooth') else 'has'} smooth, unlike its header"
+        )
+    clip = quantized.meta(schema.RUN_CONFIG, dict).get("activation", {}).get("act_clip", 1.0)
+    if not layer.transform.same(replace(layer.transform, clip=clip)):
+        problems.append(f"{layer.name}: its act_clip is {layer.transform.clip:.4g}, its header says {clip}")
+    return problems
+
+
+# ---------------------------------------------------------------------------------------------- layers
+
+
+def original_parameters(model: Model, linear: Linear) -> tuple[Tensor, Tensor | None]:
+    """(weight (n, k), bias) of a linear whose block holds weights at the moment."""
+    module = model.tree.get_submodule(linear.module)
+    weight, bias = module.get_parameter("weight"), module.get_parameter("bias") if linear.bias else None
+    return (weight.t() if linear.transposed else weight), bias
+
+
+def repacked(layer: Layer) -> tuple[Layer, bool]:
+    """The layer after pack and unpack, and whether it is the same bit for bit."""
+    dtype = layer.scales.dtype
+    part = unpack_layers(pack_layers([layer], dtype), packed_sizes([layer]))[0]
+    smooth = part.pop("smooth")
+    transform = replace(layer.transform, smooth=None if layer.transform.smooth is None else smooth.float())
+    again = Layer(name=layer.name, transform=transform, **part)
+    pairs = [(getattr(layer, f), getattr(again, f)) for f in ("codes", "scales", "proj_down", "proj_up")]
+    if layer.transform.smooth is not None:
+        pairs.append((layer.transform.smooth, again.transform.smooth))
+    if layer.bias is not None and layer.bias.dtype == dtype:
+        pairs.append((layer.bias, again.bias))
+    else:
+        again.bias = layer.bias  # a float32 bias is cast when it is packed; that is no error of the path
+    return again, all(torch.equal(a, b) for a, b in pairs)
+
+
+def layer_errors(weight: Tensor, bias: Tensor | None, layer: Layer, x: Tensor) -> dict[str, Any]:
+    """Both errors of one layer on inputs x (tokens, k): see the module. weight (n, k), bias (n,) are the original's."""
+    wide = x.double()
+    wanted = wide @ weight.double().t()
+    if bias is not None:
+        wanted += bias.double()
+    exact = w4a4_linear(
+        wide, layer.weight_hat(torch.float64), layer.proj_down, layer.proj_up, layer.bias, layer.transform
+    )
+    again, roundtrip = repacked(layer)
+    path = w4a4_linear(
+        x.float(), again.weight_hat(), again.proj_down, again.proj_up, again.bias, again.transform
+    ).double()
+    difference = exact - wanted
+    per_token = difference.square().sum(1) / wanted.square().sum(1).clamp_min(1e-300)
+    return {
+        "quantization_error": _ratio(difference, wanted),
+        "token_error": per_token.mean().sqrt().item(),
+        "kernel_error": _ratio(path - exact, exact),
+        "roundtrip": roundtrip,
+    }
+
+
+def _ratio(difference: Tensor, reference: Tensor) -> float:
+    denominator = reference.norm().item()
+    return difference.norm().item() / denominator if denominator > 0 else difference.norm().item()
+
+
+def _row(linear: Linear, layer: Layer, errors: dict[str, Any]) -> LayerReport:
+    return LayerReport(linear.name, linear.n, linear.k, layer.proj_up.shape[1], layer.group_size, **errors)
+
+
+def _verify_on_weights(model: Model, linear: Linear, layer: Layer, device: torch.device) -> LayerReport:
+    weight = read_weight(model, linear)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, linear.k, generator=generator)
+    errors = layer_errors(weight, None, _without_bias(layer), x)
+    transformed = layer.transform.weight(weight.double())
+    down = layer.transform.down_from_raw(layer.proj_down.double())
+    distance = transformed - layer.weight_hat(torch.float64) - layer.proj_up.double() @ down.t()
+    errors.update(quantization_error=_ratio(distance, transformed), token_error=None)
+    return _row(linear, layer, errors)
+
+
+def _without_bias(layer: Layer) -> Layer:
+    return replace(layer, bias=None)
+
+
+def _store_errors(model: Model, quantized: QuantizedFile, store: Store, report: Report) -> None:
+    """√(J/‖X'W'ᵀ‖²) of every layer on the store's sums."""
+    rows = {row.name: row for row in report.layers}
+    linears = {linear.name: linear for linear in model.linears}
+    for block in range(len(model.blocks)):
+        recorded = store.read(block)
+        for site, names in recorded.sites.items():
+            sums = recorded.sums[site]
+            for name in names:
+                if name not in rows:
+                    continue
+                layer = quantized.layer(name)
+                if not layer.transform.same(sums.transform):
+                    raise CheckpointError(
+                        f"{store.directory}: {name} was quantized with another smoothing, rotation or clip"
+                    )
+                weight = layer.transform.weight(read_weight(model, linears[name]))
+                objective = Objective(weight, sums.xx.double(), sums.xq.double(), sums.qq.double())
+                down = layer.transform.down_from_raw(layer.proj_down.double())
+                rows[name].store_error = relative(
+                    objective(layer.weight_hat(), layer.proj_up, down), objective.output_energy
+                )
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+
+class _QuantizedForwards:
+    """Inside, these linears of the block compute the W4A4 arithmetic instead of their own."""
+
+    def __init__(self, model: Model, linears: list[Linear], layers: dict[str, Layer], hats: dict[str, Tensor]):
+        self.modules = [(model.tree.get_submodule(linear.module), linear.name) for linear in linears]
+        self.layers, self.hats = layers, hats
+
+    def __enter__(self) -> None:
+        for module, name in self.modules:
+            layer, hat = self.layers[name], self.hats[name]
+
+            def forward(x, layer=layer, hat=hat):
+                return w4a4_linear(x, hat, layer.proj_down, layer.proj_up, layer.bias, layer.transform)
+
+            module.forward = forward  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *exception) -> None:
+        for module, _ in self.modules:
+            del module.forward
+
+
+def _verify_on_data(
+    model: Model,
+    quantized: QuantizedFile,
+    data: list[TokenData],
+    report: Report,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    parts = [batches(source.sequences, TOKENS_PER_BATCH) for source in data]
+    calibrated = quantized.meta("svdq.calibration", dict)
+    for source in data:
+        if source.sha256() == calibrated.get("sha256"):
+            report.notes.append(f"{source.source}: these are the calibration tokens, not held-out ones")
+    owner = [number for number, part in enumerate(parts) for _ in part]
+    stream = BlockStream(model, [batch for part in parts for batch in part], device, compute_dtype(model, device))
+    states = [hidden.clone() for hidden in stream.hidden]
+    linears = [linear for linear in model.linears if linear.name in quantized.layers]
+    done = 0
+    for visit in stream:
+        members = [linear for linear in linears if linear.block == visit.block]
+        layers = {linear.name: quantized.layer(linear.name).to(device) for linear in members}
+        seen: dict[str, list[Tensor]] = {}
+        counts: dict[str, int] = {}
+
+        def see(linear: Linear, x: Tensor, seen=seen, counts=counts) -> None:
+            rows = token_rows(x, linear.k)[: LAYER_TOKENS - counts.get(linear.name, 0)]
+            if len(rows):
+                seen.setdefault(linear.name, []).append(rows)
+                counts[linear.name] = counts.get(linear.name, 0) + len(rows)
+
+        with watch_inputs(model.tree, members, see):
+            stream.advance(visit.run())
+        if visit.last:
+            for linear in members:
+                if linear.name not in seen:
+                    report.notes.append(f"{linear.name}: never ran on this data")
+                    continue
+                weight, bias = original_parameters(model, linear)
+                errors = layer_errors(weight, bias, layers[linear.name], torch.cat(seen[linear.name]))
+                report.layers.append(_row(linear, layers[linear.name], errors))
+        hats = {name: layer.weight_hat() for name, layer in layers.items()}
+        with _QuantizedForwards(model, members, layers, hats):
+            states = [call.run(visit.module, x) for call, x in zip(visit.calls, states, strict=True)]
+        done += 1
+        progress("verify", done, stream.visits)
+    _compare_outputs(model, stream, states, owner, data, report)
+
+
+def _compare_outputs(
+    model: Model, stream: BlockStream, states: list[Tensor], owner: list[int], data: list[TokenData], report: Report
+) -> None:
+    if model.is_causal_lm:
+        losses = [[0.0, 0.0] for _ in data]
+        counts = [[0, 0] for _ in data]
+        position = [0, 0]
+
+        def consume(which: int, batch: Tensor, logits: Tensor) -> None:
+            source = owner[position[which]]
+            position[which] += 1
+            for row, ids in zip(logits, batch.to(logits.device), strict=True):
+                losses[source][which] += functional.cross_entropy(row[:-1].float(), ids[1:], reduction="sum").item()
+                counts[source][which] += len(ids) - 1
+
+        stream.finish(consume, [stream.hidden, states])
+        for source, loss, count in zip(data, losses, counts, strict=True):
+            original, quantized = (
+                torch.tensor(a / b, dtype=torch.float64).exp().item() for a, b in zip(loss, count, strict=True)
+            )
+            report.outputs.append(OutputReport(source.source, source.tokens, original, quantized))
+        return
+    outputs: list[list[Tensor]] = [[], []]
+    stream.finish(
+        lambda which, batch, out: outputs[which].append(out.flatten(0, -2).double().cpu()), [stream.hidden, states]
+    )
+    for number, source in enumerate(data):
+        a, b = (torch.cat([out for out, o in zip(side, owner, strict=True) if o == number]) for side in outputs)
+        cosine = functional.cosine_similarity(a, b, dim=1).mean().item()
+        report.outputs.append(
+            OutputReport(source.source, source.tokens, state_error=_ratio(b - a, a), state_cosine=cosine)
+        )

@@ -12,9 +12,6 @@ FILES_ID := $(shell find svdq cli calibration kernels -type f ! -path '*/__pycac
 INSTALLED := $(VENV)/.installed
 LINKED := $(VENV)/.linked-$(FILES_ID)
 
-# Tests that use the real model name its directory; it is fetched for them alone.
-TEST_MODEL := $(if $(shell grep -rl --include='*.py' 'demo/smollm2' tests),model)
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup test lint typecheck demo model texts gpu-test clean
@@ -41,7 +38,7 @@ $(LINKED): $(INSTALLED)
 	@touch $@
 
 # pytest, not python -m pytest: that would put the repository's folders svdq and kernels before the installed packages.
-test: lint typecheck $(TEST_MODEL)  ## what CI runs: lint, types, and every test that needs no GPU
+test: lint typecheck model texts  ## what CI runs: lint, types, and every test that needs no GPU
 	@echo "test: pytest"
 	@$(VENV)/bin/pytest -m "not gpu"
 

@@ -274,11 +274,7 @@ class BlockSums:
 
 
 def record_block(
-    stream: BlockStream,
-    visit: Visit,
-    linears: list[Linear],
-    config: CalibrationConfig,
-    dtype: torch.dtype = torch.float32,
+    stream: BlockStream, visit: Visit, linears: list[Linear], config: CalibrationConfig
 ) -> BlockSums | None:
     """Both passes over one block; also advances the stream. None until the block's last visit.
 
@@ -296,8 +292,8 @@ def record_block(
 
     def see_first(linear: Linear, x: Tensor) -> None:
         nonlocal kept, kept_bytes
-        identity = (x.data_ptr(), x.shape, x.stride())
-        leader = current.get(identity)
+        identity = (x.data_ptr(), x.shape, x.stride(), x._version)
+        leader = current.get(identity) if x.numel() else None  # empty tensors share the address 0
         if leader is not None and linear.name not in first:
             if linear.name not in members[leader]:
                 members[leader].append(linear.name)
@@ -346,7 +342,7 @@ def record_block(
     ran = {name for names in members.values() for name in names}
     return BlockSums(
         sites=members,
-        sums={name: accumulator.finish(dtype) for name, accumulator in accumulators.items()},
+        sums={name: accumulator.finish() for name, accumulator in accumulators.items()},
         never_ran=[linear.name for linear in linears if linear.name not in ran],
     )
 

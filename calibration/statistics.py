@@ -74,5 +74,6 @@ class SumAccumulator:
         self.tokens += len(x)
 
     def finish(self, dtype: torch.dtype = torch.float32) -> ActivationSums:
+        """The sums; float32 is what the store keeps."""
         xx, xq, qq = (m.to(dtype) for m in (self.xx, self.xq, self.qq))
         return ActivationSums(xx, xq, qq, self.absmax, self.tokens, self.transform)

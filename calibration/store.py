@@ -49,6 +49,8 @@ class Store:
             raise CheckpointError(f"{directory}: a file; wanted a directory for the calibration store")
         if (directory / "manifest.json").exists():
             store = Store.open(directory, finished=False)
+            for leftover in directory.glob(".*.tmp"):
+                leftover.unlink()
             if difference := first_difference(identity, {key: store.manifest.get(key) for key in identity}):
                 raise ConfigError(
                     f"{directory}: holds another calibration: {difference}; use another directory or delete this one"
@@ -58,6 +60,8 @@ class Store:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{directory}: cannot be created: {error.strerror}") from None
+        for leftover in directory.glob(".*.tmp"):  # of a run that was killed while it wrote
+            leftover.unlink()
         if any(directory.iterdir()):
             raise CheckpointError(f"{directory}: not empty and not a calibration store; wanted a new directory")
         manifest = {**_FORMAT, **identity, "blocks": blocks, "finished": False}
@@ -72,9 +76,18 @@ class Store:
         manifest = read_json(directory / "manifest.json")
         if not isinstance(manifest, dict) or any(manifest.get(key) != value for key, value in _FORMAT.items()):
             raise CheckpointError(f"{directory / 'manifest.json'}: not the manifest of a calibration store")
+        kinds = {"config": dict, "data": dict, "model": dict, "linears": list}
+        for key, kind in kinds.items():
+            if not isinstance(manifest.get(key), kind):
+                raise CheckpointError(f"{directory / 'manifest.json'}: '{key}' is missing or broken; calibrate again")
         if finished and not manifest.get("finished"):
             raise CheckpointError(f"{directory}: unfinished; run the same svdq calibrate command again to resume it")
         return Store(directory, manifest)
+
+    def check_model(self, fingerprint: dict[str, Any]) -> None:
+        """Raises ConfigError if the store was taken from another model."""
+        if difference := first_difference(fingerprint, self.manifest["model"]):
+            raise ConfigError(f"{self.directory}: calibrated on another model: {difference}; calibrate this model")
 
     def path(self, block: int) -> Path:
         return self.directory / f"block-{block:05d}.safetensors"

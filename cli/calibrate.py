@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from svdq.cli import options
-from svdq.cli.inputs import open_inputs, read_tokens
 
 
 @click.command("calibrate")
@@ -18,14 +17,16 @@ from svdq.cli.inputs import open_inputs, read_tokens
 @options.pattern_options
 @options.remote_code
 @click.option("--strict", is_flag=True, help="Exit 1 if there is a warning.")
-@options.common
+@options.device_option
+@options.output_options
 def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip, ignore,
-            only, trust_remote_code, strict, device, json_file, quiet, verbose):  # fmt: skip
+            only, trust_remote_code, strict, device, json_file, quiet):  # fmt: skip
     """Take the activation sums of MODEL_DIR on SRC. Running it again resumes an unfinished store."""
     from dataclasses import asdict
 
     from svdq import pipeline, preflight
-    from svdq.config import QuantConfig
+    from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
+    from svdq.config import LayerConfig, QuantConfig
     from svdq.models import resolve_device
 
     config = options.calibration_config(
@@ -34,8 +35,11 @@ def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, sm
     )  # fmt: skip
     console = options.Console(quiet, json_file)
     where = resolve_device(device)
-    model, _ = open_inputs(model_dir, [data], trust_remote_code)
-    linears = preflight.plan(model, QuantConfig(ignore=ignore, only=only)).linears
+    model = open_inputs(model_dir, [data], trust_remote_code)
+    selection = QuantConfig(LayerConfig(rank=0), ignore, only)  # the rank is quantize's business
+    linears = preflight.plan(model, selection).linears
+    preflight.check_store(out, linears)
+    note_if_shortened(console, model, seq_len)
     tokens = read_tokens(
         model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
     )

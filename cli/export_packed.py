@@ -19,9 +19,12 @@ from svdq.cli import options
 @click.option("--for", "runtime", type=click.Choice(["svdq", "nunchaku"]), default="svdq", show_default=True,
               help="Refuse what this runtime would misread.")  # fmt: skip
 @click.option("--linears-only", is_flag=True, help="Leave the unquantized tensors out of the file.")
-@options.common
-def command(file, out, layout, dtype, fuse, runtime, linears_only, device, json_file, quiet, verbose):
-    """Pack OUT.safetensors into PACKED.safetensors. Nothing is recomputed: unpacking gives the same tensors back."""
+@options.output_options
+def command(file, out, layout, dtype, fuse, runtime, linears_only, json_file, quiet):
+    """Pack OUT.safetensors into PACKED.safetensors.
+
+    A re-ordering with an exact inverse; only --dtype bfloat16 rounds (the float16 scales and factors).
+    """
     from svdq import export, report
     from svdq.preflight import check_output
     from svdq.quantized import open_quantized

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from svdq.calibration.data import TokenData, check_source, has_tokenizer_files, load_tokenizer, load_tokens
+from svdq.cli.options import Console
 from svdq.models import Model, open_model
 
 
@@ -11,22 +12,21 @@ def quiet_libraries() -> None:
     import logging
     import os
 
+    # through the environment, so that a broken directory is found before transformers is imported (seconds)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     logging.getLogger("datasets").setLevel(logging.ERROR)
 
 
-def open_inputs(model_dir: str, sources: list[str], trust_remote_code: bool) -> tuple[Model, list[str]]:
+def open_inputs(model_dir: str, sources: list[str], trust_remote_code: bool) -> Model:
     """Preflight of the model directory and of every data source, before anything is read in full."""
     quiet_libraries()
     model = open_model(model_dir, trust_remote_code=trust_remote_code)
     has_tokenizer = has_tokenizer_files(model_dir)
     for source in sources:
         check_source(source, has_tokenizer)
-    return model, sources
+    return model
 
 
 def read_tokens(
@@ -44,7 +44,12 @@ def read_tokens(
     )
 
 
+def note_if_shortened(console: Console, model: Model, seq_len: int) -> None:
+    if seq_len > (limit := longest_sequence(model)):
+        console.say(f"note: --seq-len {seq_len}: config.json allows {limit} positions, sequences are cut to that")
+
+
 def longest_sequence(model: Model) -> int:
-    """Learned position tables end somewhere; rotary models have no limit here."""
+    """The configuration's limit of positions, which the model was not made to go beyond."""
     positions = model.config.get("max_position_embeddings") or model.config.get("n_positions")
     return positions if isinstance(positions, int) and positions > 0 else 1 << 30

@@ -9,8 +9,7 @@ from svdq.cli import options
 
 @click.command("inspect")
 @click.argument("file", metavar="FILE")
-@click.option("--json", "json_file", metavar="FILE", help="Write the facts as JSON; - for standard output.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@options.output_options
 @click.option("-v", "--verbose", is_flag=True, help="Print every tensor.")
 def command(file, json_file, quiet, verbose):
     """Tensors, sizes, bits per weight, configuration and repairs of a quantized file; reads the header only."""

@@ -13,6 +13,7 @@ import click
 from svdq import __version__
 from svdq.cli import calibrate, export_packed, inspect, quantize, verify
 from svdq.errors import SvdqError
+from svdq.report import printable
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,9 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = 130
     except SvdqError as error:
         code = _fail(f"svdq: {error}")
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 0
+    except OSError as error:
+        code = _fail(f"svdq: {error.filename or 'a file'}: {error.strerror or error}")
     except MemoryError:
         code = _fail("svdq: out of memory; fewer --samples need less, and finished blocks are kept")
     except RuntimeError as error:
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str) -> int:
-    click.echo(message, err=True)
+    click.echo(printable(message), err=True)
     return 2
 
 

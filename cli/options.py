@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from svdq.config import CalibrationConfig, LayerConfig, QuantConfig, parse_override, preset
 from svdq.errors import ConfigError
 
+
+def _check_json(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Before any work: the report can be written."""
+    if value not in (None, "-"):
+        path = Path(str(value))
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise click.BadParameter(f"{value}: cannot be written", context, parameter)
+    return value
+
+
+SEED = click.IntRange(0, 2**63 - 1)
 _DEFAULTS = CalibrationConfig()
 _LAYER = LayerConfig()
 
@@ -27,18 +40,24 @@ def _stack(*options: Callable) -> Callable:
     return decorate
 
 
-common = _stack(
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:i."),
-    click.option("--json", "json_file", metavar="FILE", help="Write the numbers as JSON; - for standard output."),
+device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:i.")
+output_options = _stack(
+    click.option(
+        "--json",
+        "json_file",
+        metavar="FILE",
+        callback=_check_json,
+        help="Write the numbers as JSON; - for standard output.",
+    ),
     click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-    click.option("-v", "--verbose", is_flag=True, help="Print every layer."),
 )
+verbose_option = click.option("-v", "--verbose", is_flag=True, help="Print every layer.")
 remote_code = click.option("--trust-remote-code", is_flag=True, help="Run code that the model directory brings.")
 data_options = _stack(
     click.option("--samples", type=int, default=_DEFAULTS.samples, show_default=True, help="Sequences to read."),
     click.option("--seq-len", type=int, default=_DEFAULTS.seq_len, show_default=True, help="Tokens in a sequence."),
     click.option("--min-tokens", type=int, default=_DEFAULTS.min_tokens, show_default=True, help="Fewer are an error."),
-    click.option("--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Which sequences are drawn."),
+    click.option("--seed", type=SEED, default=_DEFAULTS.seed, show_default=True, help="Which sequences are drawn."),
 )
 preset_option = click.option(
     "--preset", default="quality", show_default=True, help="quality, nunchaku (what that runtime reads) or plain."
@@ -80,6 +99,13 @@ def quant_config(
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
+
+
+def refuse_given(context: click.Context, names: tuple[str, ...], why: str) -> None:
+    """Options that would be ignored are an error if they stand on the command line."""
+    for name in names:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise ConfigError(f"--{name.replace('_', '-')}: {why}")
 
 
 def write_report(json_file: str | None, numbers: dict[str, Any]) -> None:

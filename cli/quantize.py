@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from svdq.cli import options
-from svdq.cli.inputs import open_inputs, read_tokens
 
 
 @click.command("quantize")
@@ -22,13 +21,17 @@ from svdq.cli.inputs import open_inputs, read_tokens
 @click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
 @click.option("--strict", is_flag=True, help="Exit 1 if anything was repaired, left in 16 bits unasked, or warned of.")
 @options.remote_code
-@options.common
-def command(model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip,
-            rank, group_size, rounds, damping, objective, sweeps, svd, override, ignore, only, linears_only, dry_run,
-            strict, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
+@options.device_option
+@options.output_options
+@options.verbose_option
+@click.pass_context
+def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation,
+            act_clip, rank, group_size, rounds, damping, objective, sweeps, svd, override, ignore, only, linears_only,
+            dry_run, strict, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
     """Quantize MODEL_DIR into OUT.safetensors. A killed run resumes when the same command is given again."""
     from svdq import pipeline, preflight, report
     from svdq.calibration.store import Store
+    from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
     from svdq.errors import ConfigError
     from svdq.models import resolve_device
 
@@ -44,19 +47,26 @@ def command(model_dir, out, calib, data, samples, seq_len, min_tokens, seed, pre
         raise ConfigError("--calib and --data: both given; wanted a store or a text to calibrate on, not both")
     if not calib and not data and not dry_run:
         raise ConfigError("wanted --calib CALIB_DIR (from svdq calibrate) or --data SRC to calibrate on")
+    if calib:
+        options.refuse_given(
+            context, ("samples", "seq_len", "min_tokens", "seed"), "belongs to --data; the store has its own"
+        )
     console = options.Console(quiet, json_file)
     where = resolve_device(device)
-    model, _ = open_inputs(model_dir, [data] if data else [], trust_remote_code)
+    model = open_inputs(model_dir, [data] if data else [], trust_remote_code)
     the_plan = preflight.plan(model, config)
     preflight.check_run_output(out, the_plan, model)
     store = Store.open(calib) if calib else None
     if store is not None:
+        store.check_model(model.files.source_fingerprint())
         _check_preset(store, preset, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
     if dry_run:
         console.say(report.plan_text(the_plan))
+        options.write_report(json_file, vars(the_plan) | {"linears": [linear.name for linear in the_plan.linears]})
         return 0
     tokens = None
     if data:
+        note_if_shortened(console, model, seq_len)
         tokens = read_tokens(
             model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
         )

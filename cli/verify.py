@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from svdq.cli import options
-from svdq.cli.inputs import open_inputs, read_tokens
 
 
 @click.command("verify")
@@ -16,25 +15,30 @@ from svdq.cli.inputs import open_inputs, read_tokens
 @click.option("--samples", type=int, default=16, show_default=True, help="Sequences to read of each text.")
 @click.option("--seq-len", type=int, default=512, show_default=True, help="Tokens in a sequence.")
 @click.option("--min-tokens", type=int, default=512, show_default=True, help="Fewer are an error.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Which sequences are drawn.")
+@click.option("--seed", type=options.SEED, default=0, show_default=True, help="Which sequences are drawn.")
 @click.option("--max-error", type=float, default=0.5, show_default=True, help="Largest quantization error of a layer.")
 @click.option("--max-kernel-error", type=float, default=1e-5, show_default=True, help="Largest kernel error.")
 @click.option("--max-perplexity-ratio", type=float, show_default="unchecked", help="W4A4 over original.")
 @options.remote_code
-@options.common
+@options.device_option
+@options.output_options
+@options.verbose_option
 def command(file, model_dir, data, calib, samples, seq_len, min_tokens, seed, max_error, max_kernel_error,
             max_perplexity_ratio, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
     """Check structure, layers and perplexity of a canonical or packed file. Exit 1 if a check fails."""
     from svdq import report, verify
     from svdq.calibration.store import Store
+    from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
     from svdq.models import resolve_device
     from svdq.quantized import open_quantized
 
     console = options.Console(quiet, json_file)
     where = resolve_device(device)
     quantized = open_quantized(file)
-    model, _ = open_inputs(model_dir, list(data), trust_remote_code)
+    model = open_inputs(model_dir, list(data), trust_remote_code)
     store = Store.open(calib) if calib else None
+    if data:
+        note_if_shortened(console, model, seq_len)
     texts = [
         read_tokens(
             model, source, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed

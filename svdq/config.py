@@ -10,13 +10,14 @@ import dataclasses
 import fnmatch
 import json
 import re
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from svdq.errors import ConfigError
-from svdq.grid import ACTIVATION_GROUP
-from svdq.lowrank import SVD_METHODS
 
+ACTIVATION_GROUP = 64  # channels that share an activation scale; weight groups are multiples of it
+SVD_METHODS = ("auto", "krylov", "exact")
 OBJECTIVES = ("output", "weight")
 ROTATIONS = ("hadamard64", "none")
 _OVERRIDABLE = ("rank", "group_size", "rounds", "damping")
@@ -176,7 +177,7 @@ def first_difference(wanted: dict, found: dict, prefix: str = "") -> str | None:
             if inner := first_difference(a, b, f"{prefix}{key}."):
                 return inner
         elif a != b:
-            return f"{prefix}{key}: wanted {a!r}, found {b!r}"
+            return f"{prefix}{key}: wanted {reprlib.repr(a)}, found {reprlib.repr(b)}"
     return None
 
 

@@ -251,6 +251,12 @@ def export_packed(
                 raise ConfigError(f"{name}.{suffix}: exceeds {dtype}; export with --dtype bfloat16")
         return tensors
 
+    def cast(name: str) -> Tensor:
+        tensor = source.file.read(name).to(kind)
+        if not torch.isfinite(tensor).all():
+            raise ConfigError(f"{name}: exceeds {dtype}; export with --dtype bfloat16")
+        return tensor
+
     for number, (name, parts) in enumerate(groups.items()):
         layer_sizes = packed_sizes([source.layer(part) for part in parts])
         sizes[name] = asdict(layer_sizes)
@@ -268,7 +274,10 @@ def export_packed(
     if not linears_only:
         for name in source.other_tensors:
             info = source.file.tensors[name]
-            entries.append(Entry(name, info.dtype, info.shape, partial(source.file.chunks, name)))
+            if info.dtype in DTYPES.values() and info.dtype != kind:
+                entries.append(Entry(name, kind, info.shape, partial(cast, name)))
+            else:
+                entries.append(Entry(name, info.dtype, info.shape, partial(source.file.chunks, name)))
     metadata = dict(source.file.metadata)
     metadata[schema.LAYERS] = json.dumps(sizes, sort_keys=True)
     config = {**source.config, "packing": {**PACKING, "dtype": dtype}}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ACTIVATION_GROUP = 64
+from svdq.config import ACTIVATION_GROUP
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,10 @@ def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> 
 
     assert best is not None  # rounds ≥ 1 is checked by the configuration
     _, codes, scales, stored_up, stored_down = best
+    repairs = list(site.repairs)
+    absmax = weight.unflatten(1, (-1, config.group_size)).abs().amax(2)
+    if tiny := int(((absmax > 0) & ((absmax / grid.hi).half() == 0)).sum()):
+        repairs.append(f"{tiny} groups too small for a float16 scale, rounded to 0")
     kept = min(range(len(rounds)), key=lambda i: rounds[i]["damped_after_lowrank"])
     report = {
         "error": rounds[kept]["error"],
@@ -211,7 +215,7 @@ def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> 
         "kept_round": kept + 1,
         "damping": site.damping,
         "tokens": site.sums.tokens,
-        "repairs": list(site.repairs),
+        "repairs": repairs,
     }
     return QuantizedLinear(codes, scales, stored_down, stored_up, report)
 

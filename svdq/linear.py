@@ -112,5 +112,10 @@ def load_quantized(
             if buffer is not None:
                 value = quantized.file.read(keys[name]).to(buffer.dtype) if name in keys else buffer
                 owner._buffers[leaf] = value.to(device)
+    if (Path(model_dir) / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+        tree.generation_config = generation  # type: ignore[assignment]
     tree.config.use_cache = True  # type: ignore[union-attr]
     return tree.eval()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SVD_METHODS = ("auto", "krylov", "exact")
 _EXACT_UP_TO = 256  # min(n, k) up to which the full SVD costs nothing
 _KRYLOV_STEPS = 6
 _OVERSAMPLING = 8

@@ -171,11 +171,11 @@ def _build_tree(directory: Path, config: dict, trust_remote_code: bool) -> nn.Mo
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise CheckpointError(f"{directory / 'config.json'}: architectures is {named!r}; wanted a list of class names")
     architecture = named[0] if named else None
-    if "auto_map" in config and not trust_remote_code:
+    known = getattr(transformers, architecture, None) if architecture else None
+    if "auto_map" in config and known is None and not trust_remote_code:
         raise CheckpointError(
             f"{directory}: the model brings its own code (auto_map in config.json); read it, then --trust-remote-code"
         )
-    known = getattr(transformers, str(architecture), None) if architecture else None
     if architecture and known is None and not trust_remote_code:
         raise CheckpointError(
             f"{directory}: unknown architecture {architecture!r} for transformers {transformers.__version__}; "
@@ -183,7 +183,7 @@ def _build_tree(directory: Path, config: dict, trust_remote_code: bool) -> nn.Mo
         )
     try:
         parsed = transformers.AutoConfig.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, local_files_only=True
+            directory, trust_remote_code=trust_remote_code and known is None, local_files_only=True
         )
         parsed.use_cache = False
         with _meta_parameters(), torch.random.fork_rng(devices=[]):
@@ -192,7 +192,7 @@ def _build_tree(directory: Path, config: dict, trust_remote_code: bool) -> nn.Mo
             else:
                 kind = transformers.AutoModelForCausalLM if "CausalLM" in str(architecture) else transformers.AutoModel
                 tree = kind.from_config(parsed, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
+    except Exception as error:  # transformers raises whatever a wrong value happens to break
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{directory / 'config.json'}: transformers cannot build the model: {reason}") from error
     tree.requires_grad_(False)
@@ -382,6 +382,14 @@ def read_weight(model: Model, linear: Linear) -> Tensor:
     """(n, k) in the source's dtype, on the CPU."""
     weight = model.files.read(f"{linear.name}.weight")
     return weight.t().contiguous() if linear.transposed else weight
+
+
+def compute_dtype(model: Model, device: torch.device) -> torch.dtype:
+    """float32 on CPUs, where 16-bit GEMMs are slow; the checkpoint's own 16-bit type on GPUs."""
+    if device.type == "cpu":
+        return torch.float32
+    kinds = {model.files.info(f"{linear.name}.weight").dtype for linear in model.linears}
+    return torch.bfloat16 if torch.bfloat16 in kinds else torch.float16 if kinds == {torch.float16} else torch.float32
 
 
 def resolve_device(name: str) -> torch.device:

@@ -9,7 +9,6 @@ output gets its name only when it is whole.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections import deque
@@ -22,16 +21,17 @@ from typing import Any
 
 import torch
 
-from svdq import schema
+from svdq import __version__, schema
 from svdq.calibration.capture import BlockStream, BlockSums, record_block
 from svdq.calibration.data import TokenData, batches
+from svdq.calibration.sources import locate
 from svdq.calibration.store import Store
 from svdq.checkpoint import Entry, SafetensorsFile, open_file, read_json, write_file, write_json
 from svdq.config import CalibrationConfig, QuantConfig, first_difference, to_dict
 from svdq.errors import CheckpointError, ConfigError, NumericsError
 from svdq.grid import pack_nibbles
 from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linear
-from svdq.models import Linear, Model, read_weight
+from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import ActivationSums
 from svdq.preflight import Plan, check_groups, check_run_output, plan, token_warnings
 
@@ -49,7 +49,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 def data_identity(data: TokenData) -> dict[str, Any]:
     """What the store and the file record of the data; of a local path the name alone, so that no machine shows."""
     return {
-        "source": Path(data.source).name if Path(data.source).exists() else data.source,
+        "source": data.source if locate(data.source)[0] == "hub" else Path(data.source).name,
         "rows": data.rows_used,
         "sequences": len(data.sequences),
         "tokens": data.tokens,
@@ -66,11 +66,11 @@ def _record_blocks(
     have: Callable[[int], bool],
 ) -> Iterator[tuple[int, BlockSums | None]]:
     """Stream the model; per block its sums, or None where `have` says they are not needed again."""
-    dtype = compute_dtype(model, device)
-    stream = BlockStream(model, batches(data.sequences, TOKENS_PER_BATCH), device, dtype)
     needed = [b for b in range(len(model.blocks)) if not have(b)]
     if not needed:
         return
+    dtype = compute_dtype(model, device)
+    stream = BlockStream(model, batches(data.sequences, TOKENS_PER_BATCH), device, dtype)
     for visit in stream:
         if have(visit.block):
             if visit.last:
@@ -81,14 +81,6 @@ def _record_blocks(
                 yield visit.block, result
         if visit.last and visit.block == needed[-1]:
             return
-
-
-def compute_dtype(model: Model, device: torch.device) -> torch.dtype:
-    """float32 on CPUs, where 16-bit GEMMs are slow; the checkpoint's own 16-bit type on GPUs."""
-    if device.type == "cpu":
-        return torch.float32
-    kinds = {model.files.info(f"{linear.name}.weight").dtype for linear in model.linears}
-    return torch.bfloat16 if torch.bfloat16 in kinds else torch.float16 if kinds == {torch.float16} else torch.float32
 
 
 @dataclass
@@ -119,6 +111,8 @@ def calibrate(
         "data": data_identity(data),
         "model": model.files.source_fingerprint(),
         "linears": [linear.name for linear in linears],
+        "device": torch.device(device).type,
+        "svdq": __version__,
     }
     store = Store.create_or_resume(out, identity, len(model.blocks))
     total, done = len(model.blocks), 0
@@ -186,6 +180,7 @@ def quantize(
         "calibration": calibrated,
         "source": model.files.source_fingerprint(),
         "device": device.type,
+        "svdq": __version__,
     }
     _open_work(work, identity)
 
@@ -219,7 +214,11 @@ def quantize(
     repairs += [f"{name}: left in 16 bits, it never ran during calibration" for name in never_ran]
     left = the_plan.left_16bit + never_ran
     warnings = token_warnings(the_plan.linears, calibrated["tokens"])
-    _assemble(model, out, config, activation, calibrated, finished, layers, left, repairs)
+    # written in the work directory, so that a killed run leaves nothing beside the output
+    _assemble(model, work / "output.safetensors", config, activation, calibrated, finished, layers, left, repairs)
+    (work / "output.safetensors").replace(out)
+    for file in finished:  # run.json goes last: what is left of a killed clean-up is still a work directory
+        file.path.unlink()
     shutil.rmtree(work)
     source_bytes = sum(model.files.info(key).nbytes for key in model.files.tensors)
     return QuantizationSummary(
@@ -244,9 +243,7 @@ def _calibration_identity(
             raise ConfigError("quantize needs a calibration store or data to calibrate on: --calib DIR or --data SRC")
         config, calibrated = to_dict(calibration), data_identity(data)
     else:
-        difference = first_difference(model.files.source_fingerprint(), store.manifest["model"])
-        if difference:
-            raise ConfigError(f"{store.directory}: calibrated on another model: {difference}; calibrate this model")
+        store.check_model(model.files.source_fingerprint())
         known = set(store.manifest["linears"])
         if lacking := [linear.name for linear in the_plan.linears if linear.name not in known]:
             raise ConfigError(
@@ -260,20 +257,26 @@ def _open_work(work: Path, identity: dict) -> None:
     if work.exists() and not work.is_dir():
         raise CheckpointError(f"{work}: a file stands where the work directory would be; move it away")
     run = work / "run.json"
+    try:
+        work.mkdir(exist_ok=True)
+        for leftover in work.glob(".*.tmp"):  # of a run that was killed while it wrote
+            leftover.unlink()
+        strangers = [entry.name for entry in work.iterdir() if entry.name != run.name]
+    except OSError as error:
+        raise CheckpointError(f"{work}: cannot be created or read: {error.strerror}") from None
     if run.exists():
-        if difference := first_difference(identity, read_json(run)):
+        found = read_json(run)
+        difference = (
+            first_difference(identity, found) if isinstance(found, dict) else "configuration (run.json is broken)"
+        )
+        if difference:
             raise ConfigError(
                 f"{work}: holds an unfinished run with another {difference}; finish it or delete the directory"
             )
-        return
-    try:
-        work.mkdir(exist_ok=True)
-        strangers = [entry.name for entry in work.iterdir()]
-    except OSError as error:
-        raise CheckpointError(f"{work}: cannot be created: {error.strerror}") from None
-    if strangers:
+    elif strangers:
         raise CheckpointError(f"{work}: holds {strangers[0]} and is no work directory of svdq; move it away")
-    write_json(run, identity)
+    else:
+        write_json(run, identity)
 
 
 def _quantize_blocks(
@@ -296,7 +299,7 @@ def _quantize_blocks(
     as those use all threads.
     """
     threads = torch.get_num_threads()
-    workers = max(1, min(os.cpu_count() or 1, 8)) if device.type == "cpu" else 1
+    workers = min(threads, 8) if device.type == "cpu" else 1
     waiting: deque[tuple[int, list[Future], BlockSums]] = deque()
     done = 0
 

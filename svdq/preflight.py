@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from svdq import schema
-from svdq.config import QuantConfig, matches
+from svdq.config import ACTIVATION_GROUP, QuantConfig, matches
 from svdq.errors import CheckpointError, ConfigError
-from svdq.grid import ACTIVATION_GROUP
 from svdq.models import Linear, Model
+
+_WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ def plan(model: Model, config: QuantConfig) -> Plan:
     problems = []
     for linear in chosen:
         layer = config.for_layer(linear.name)
+        stored = model.files.info(f"{linear.name}.weight").dtype
+        if stored not in _WEIGHT_TYPES:
+            problems.append(f"{linear.name}: its weight is stored as {stored}; wanted a 16- or 32-bit model")
         if linear.k % layer.group_size:
             problems.append(_indivisible(linear, layer.group_size))
         elif layer.rank > min(linear.n, linear.k):
@@ -56,13 +60,14 @@ def plan(model: Model, config: QuantConfig) -> Plan:
     replaced = {f"{linear.name}.weight" for linear in chosen}
     kept = [] if config.linears_only else [k for k in model.files.tensors if k not in replaced and k not in model.ties]
     other = sum(model.files.info(key).nbytes for key in kept)
+    chosen_names = {linear.name for linear in chosen}
     largest = max(linear.k for linear in chosen)
     block = max(
         sum(4 * linear.n * linear.k for linear in model.linears if linear.block == b) for b in range(len(model.blocks))
     )
     return Plan(
         linears=chosen,
-        left_16bit=[name for name in names if name not in {linear.name for linear in chosen}],
+        left_16bit=[name for name in names if name not in chosen_names],
         output_bytes=work + other,
         work_bytes=work,
         peak_bytes=block + 14 * 8 * largest * largest,
@@ -106,6 +111,30 @@ def check_run_output(out: str | Path, the_plan: Plan, model: Model) -> tuple[Pat
     there = sum(file.stat().st_size for file in work.iterdir()) if work.is_dir() else 0
     needed = the_plan.output_bytes + max(the_plan.work_bytes - there, 0)
     return check_output(out, needed, [file.path for file in model.files.files.values()]), work
+
+
+def check_store(directory: str | Path, linears: list[Linear]) -> None:
+    """A calibration store can be written there, with room for every site counted as if no linears shared one."""
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory}: a file; wanted a directory for the calibration store")
+    if directory.is_dir() and not (directory / "manifest.json").exists():
+        if strangers := [entry.name for entry in directory.iterdir() if not entry.name.endswith(".tmp")]:
+            raise CheckpointError(
+                f"{directory}: holds {strangers[0]} and is no calibration store; wanted a new directory"
+            )
+        return
+    parent = next((folder for folder in directory.absolute().parents if folder.is_dir()), Path("/"))
+    if not os.access(parent, os.W_OK):
+        raise CheckpointError(f"{parent}: not writable")
+    widths = {(linear.block, linear.k) for linear in linears}  # at least one site for each width in a block
+    needed = sum(12 * k * k for _, k in widths)
+    free = shutil.disk_usage(parent).free
+    if not directory.exists() and free < needed:
+        raise CheckpointError(
+            f"{parent}: {free / 2**20:,.0f} MiB free, wanted {needed / 2**20:,.0f} MiB for the calibration store; "
+            "free some space or write elsewhere"
+        )
 
 
 def check_groups(linears: list[Linear]) -> None:

@@ -18,7 +18,7 @@ from svdq import schema
 from svdq.checkpoint import SafetensorsFile, open_file
 from svdq.config import ROTATIONS
 from svdq.errors import CheckpointError
-from svdq.export import PackedSizes, unpack_layers
+from svdq.export import DTYPES, PackedSizes, unpack_layers
 from svdq.grid import INT4_WEIGHT, unpack_nibbles
 from svdq.models import file_kind
 from svdq.rounding import ActivationTransform
@@ -74,6 +74,10 @@ class QuantizedFile:
         self.report: dict[str, Any] = self.meta(schema.REPORT, dict)
         self._check_metadata()
         self.rotation = self.config["rotation"] != "none"
+        one = DTYPES.get(str(self.config["packing"].get("dtype")))
+        if self.kind == "packed" and one is None:
+            raise CheckpointError(f"{self.file.path}: its packing names no 16-bit type")
+        self._free_types = [one] if one is not None else [torch.float16, torch.bfloat16, torch.float32, torch.float64]
         entries = self.meta(schema.LAYERS, dict)
         self.layers: dict[str, tuple[int, int, int, int]] = {}
         self._packed: dict[str, tuple[str, PackedSizes]] = {}  # part name → (packed name, its sizes)
@@ -122,6 +126,10 @@ class QuantizedFile:
         for label, values in texts.items():
             if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
                 raise CheckpointError(f"{where}: header metadata '{label}' is not a list of names")
+        clip = _entry(self.meta(schema.RUN_CONFIG, dict), "activation", "act_clip")
+        if not isinstance(clip, (int, float)) or isinstance(clip, bool) or not 0 < clip <= 1:
+            raise CheckpointError(f"{where}: header metadata 'svdq.config' holds no act_clip in (0, 1]")
+        self.act_clip = float(clip)
         if not isinstance(config.get("producer", {}), dict):
             raise CheckpointError(f"{where}: header metadata 'quantization_config.producer' is not an object")
 
@@ -136,10 +144,9 @@ class QuantizedFile:
             wanted = rule.resolve(**sizes)
             if info.shape != wanted:
                 raise CheckpointError(f"{self.file.path}: {key} has shape {list(info.shape)}, wanted {list(wanted)}")
-            if info.dtype != rule.dtype and (rule.dtype is not None or not info.dtype.is_floating_point):
-                raise CheckpointError(
-                    f"{self.file.path}: {key} has type {info.dtype}, wanted {rule.dtype or 'floating point'}"
-                )
+            allowed = [rule.dtype] if rule.dtype is not None else self._free_types
+            if info.dtype not in allowed:
+                raise CheckpointError(f"{self.file.path}: {key} has type {info.dtype}, wanted {allowed[0]}")
 
     def layer(self, name: str) -> Layer:
         """Read one linear. Raises CheckpointError for a name that the file does not hold."""

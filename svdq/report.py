@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from svdq.pipeline import Plan, QuantizationSummary
+    from svdq.pipeline import QuantizationSummary
+    from svdq.preflight import Plan
     from svdq.quantized import QuantizedFile
     from svdq.verify import Report
 
 
+def printable(text: str) -> str:
+    """Text from files as it is safe on a terminal: control characters escaped, line ends kept."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns as wide as their content; everything but the first column is right-aligned."""
-    cells = [[str(c) for c in row] for row in (header, *rows)]
+    cells = [[str(c).replace("\n", "\\n") for c in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
     for row in cells:
@@ -22,7 +28,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def size(count: float) -> str:
@@ -42,7 +48,7 @@ def listed(items: Sequence[str], title: str, most: int = 10) -> list[str]:
     """'title (n):' and at most `most` of the items, indented; nothing for an empty list."""
     if not items:
         return []
-    lines = [f"{title} ({len(items)}):", *(f"  {item}" for item in items[:most])]
+    lines = [f"{title} ({len(items)}):", *(f"  {printable(item)}" for item in items[:most])]
     if len(items) > most:
         lines.append(f"  … and {len(items) - most} more")
     return lines

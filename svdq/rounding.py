@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from svdq.grid import ACTIVATION_GROUP, INT4_ACTIVATION, Grid
+from svdq.config import ACTIVATION_GROUP
+from svdq.grid import INT4_ACTIVATION, Grid
 
 SCALE_FRACTIONS = tuple(round(0.60 + 0.04 * i, 2) for i in range(11))
 _CACHED_GROUPS = 512  # two buffers of 64 x 512 floats stay in a core's cache

@@ -11,6 +11,7 @@ standard normal inputs for the kernel error, and of the calibration store if the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,17 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from svdq import schema
 from svdq.calibration.capture import BlockStream, token_rows, watch_inputs
 from svdq.calibration.data import TokenData, batches
 from svdq.calibration.store import Store
 from svdq.checkpoint import same_bytes
 from svdq.errors import CheckpointError
-from svdq.export import pack_layers, packed_sizes, unpack_layers
+from svdq.export import DTYPES, pack_layers, packed_sizes, unpack_layers
 from svdq.kernels.reference import w4a4_linear
-from svdq.models import Linear, Model, read_weight
+from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import Objective, relative
-from svdq.pipeline import compute_dtype
 from svdq.quantized import Layer, QuantizedFile
 
 LAYER_TOKENS = 512  # held-out tokens on which a layer's errors are taken
@@ -117,12 +116,13 @@ def verify(
         _verify_on_data(model, quantized, data, report, device, progress)
     else:
         for done, name in enumerate(quantized.layers, 1):
-            report.layers.append(_verify_on_weights(model, linears[name], quantized.layer(name), device))
+            report.layers.append(_verify_on_weights(model, linears[name], quantized.layer(name)))
             progress("verify", done, len(quantized.layers))
     if store is not None:
+        store.check_model(model.files.source_fingerprint())
         _store_errors(model, quantized, store, report)
-    order = list(quantized.layers)
-    report.layers.sort(key=lambda row: order.index(row.name))
+    place = {name: number for number, name in enumerate(quantized.layers)}
+    report.layers.sort(key=lambda row: place[row.name])
     report.failures = failures(report, thresholds)
     return report
 
@@ -140,6 +140,9 @@ def failures(report: Report, thresholds: Thresholds) -> list[str]:
         if limit is not None and not row.quantization_error <= limit:
             found.append(f"{row.name}: quantization error {row.quantization_error:.3f}, wanted at most {limit}")
     for output in report.outputs:
+        numbers = (output.original, output.quantized, output.state_error, output.state_cosine)
+        if not all(math.isfinite(number) for number in numbers if number is not None):
+            found.append(f"{output.source}: the outputs are not finite")
         limit = thresholds.perplexity_ratio
         if limit is not None and output.original and output.quantized is not None:
             ratio = output.quantized / output.original
@@ -165,12 +168,20 @@ def check_structure(model: Model, quantized: QuantizedFile) -> list[str]:
             continue
         if key not in quantized.file.tensors:
             problems.append(f"{key}: of the source, is not in the file")
-        elif not same_bytes(quantized.file, key, model.files.tensors[key], key):
+        elif not _same_tensor(model, quantized, key):
             problems.append(f"{key}: differs from the source")
     for key in quantized.other_tensors:
         if key not in model.files.tensors:
             problems.append(f"{key}: not a tensor of the source")
     return problems
+
+
+def _same_tensor(model: Model, quantized: QuantizedFile, key: str) -> bool:
+    """Stored unchanged; in a packed file, 16-bit tensors may have been cast to the file's one 16-bit type."""
+    source, stored = model.files.tensors[key], quantized.file.tensors[key].dtype
+    if quantized.kind == "packed" and {source.tensors[key].dtype, stored} == set(DTYPES.values()):
+        return torch.equal(source.read(key).to(stored), quantized.file.read(key))
+    return same_bytes(quantized.file, key, source, key)
 
 
 def _layer_problems(model: Model, linear: Linear, layer: Layer) -> list[str]:
@@ -207,9 +218,10 @@ def _transform_problems(quantized: QuantizedFile, layer: Layer) -> list[str]:
         problems.append(
             f"{layer.name}: {'lacks' if quantized.config.get('smooth') else 'has'} smooth, unlike its header"
         )
-    clip = quantized.meta(schema.RUN_CONFIG, dict).get("activation", {}).get("act_clip", 1.0)
-    if not layer.transform.same(replace(layer.transform, clip=clip)):
-        problems.append(f"{layer.name}: its act_clip is {layer.transform.clip:.4g}, its header says {clip}")
+    if not layer.transform.same(replace(layer.transform, clip=quantized.act_clip)):
+        problems.append(
+            f"{layer.name}: its act_clip is {layer.transform.clip:.4g}, its header says {quantized.act_clip}"
+        )
     return problems
 
 
@@ -272,8 +284,8 @@ def _row(linear: Linear, layer: Layer, errors: dict[str, Any]) -> LayerReport:
     return LayerReport(linear.name, linear.n, linear.k, layer.proj_up.shape[1], layer.group_size, **errors)
 
 
-def _verify_on_weights(model: Model, linear: Linear, layer: Layer, device: torch.device) -> LayerReport:
-    weight = read_weight(model, linear)
+def _verify_on_weights(model: Model, linear: Linear, layer: Layer) -> LayerReport:
+    weight, layer = read_weight(model, linear), layer.to(torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, linear.k, generator=generator)
     errors = layer_errors(weight, None, _without_bias(layer), x)
@@ -371,7 +383,8 @@ def _verify_on_data(
         if visit.last:
             for linear in members:
                 if linear.name not in seen:
-                    report.notes.append(f"{linear.name}: never ran on this data")
+                    report.notes.append(f"{linear.name}: never ran on this data, checked on its weights")
+                    report.layers.append(_verify_on_weights(model, linear, layers[linear.name]))
                     continue
                 weight, bias = original_parameters(model, linear)
                 errors = layer_errors(weight, bias, layers[linear.name], torch.cat(seen[linear.name]))

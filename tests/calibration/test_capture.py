@@ -5,7 +5,6 @@ import resource
 
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 
 from svdq.calibration import capture
@@ -215,7 +214,9 @@ def test_case_22_the_sums_hold_every_visit_of_a_shared_block(toy, original, toke
 def test_transformed_sums_are_those_of_smoothed_and_rotated_inputs(toy, original, token_batches, distance):
     model, opened = original(toy("llama")), open_model(toy("llama"))
     inputs = watched(model, [linear.module for linear in opened.linears], token_batches)
-    hadamard = torch.from_numpy(scipy.linalg.hadamard(64) / 8.0)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(6):
+        hadamard = torch.kron(hadamard, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)) / 2**0.5
     for sums in record_all(toy("llama"), token_batches, CalibrationConfig()).values():
         for site, found in sums.sums.items():
             x = torch.cat([part.reshape(-1, part.shape[-1]) for part in inputs[site]]).double()

@@ -433,6 +433,7 @@ def canonical_file(path, layers, rotation="none", others=None):
         schema.LAYERS: json.dumps(entries),
         schema.TIES: "{}",
         schema.REPORT: "{}",
+        schema.RUN_CONFIG: json.dumps({"activation": {"act_clip": layers[0].transform.clip}}),
     }
     save_file(tensors, path, metadata)
     return open_quantized(path)

@@ -296,8 +296,16 @@ def test_a_configuration_that_is_no_object_is_named(toy_copy, content):
 def test_remote_code_is_not_run_unless_trusted(toy_copy, tmp_path):
     directory = toy_copy("llama")
     (directory / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
-    edit_config(directory, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    edit_config(directory, architectures=["Own"], auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
     assert "--trust-remote-code" in refusal(directory)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_beside_a_model_that_transformers_knows_is_not_needed_and_not_run(toy_copy, tmp_path):
+    directory = toy_copy("llama")
+    (directory / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    edit_config(directory, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    assert type(open_model(directory).tree).__name__ == "LlamaForCausalLM"
     assert not (tmp_path / "ran").exists()
 
 

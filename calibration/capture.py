@@ -282,69 +282,82 @@ def record_block(
     """
     if not visit.last:
         return None
-    leaders: dict[str, Linear] = {}
-    members: dict[str, list[str]] = {}
-    first: dict[str, ChannelStatistics] = {}
-    kept: dict[str, list[Tensor]] | None = {}
-    kept_bytes = 0
-    current: dict[tuple, str] = {}  # input identity → leader, within one run of the block
-    alive: list[Tensor] = []  # inputs are held while the block runs, so that no address is used twice
-
-    def see_first(linear: Linear, x: Tensor) -> None:
-        nonlocal kept, kept_bytes
-        identity = (x.data_ptr(), x.shape, x.stride(), x._version)
-        leader = current.get(identity) if x.numel() else None  # empty tensors share the address 0
-        if leader is not None and linear.name not in first:
-            if linear.name not in members[leader]:
-                members[leader].append(linear.name)
-            return
-        if linear.name not in first:
-            if any(linear.name in names for names in members.values()):
-                return  # shared an input before; its leader speaks for it
-            leaders[linear.name], members[linear.name] = linear, [linear.name]
-            first[linear.name] = ChannelStatistics(linear.k, x.device)
-        current[identity] = linear.name
-        alive.append(x)
-        rows = token_rows(x, linear.k)
-        if not first[linear.name].add(rows):
-            raise DataError(_not_finite(linear, x, visit.inputs, batch))
-        if kept is not None:
-            kept_bytes += rows.numel() * rows.element_size()
-            kept = None if kept_bytes > REPLAY_BYTES else kept
-        if kept is not None:
-            kept.setdefault(linear.name, []).append(rows.clone())
-
-    outputs: list[Tensor] = []
-    batch = -1  # the one that runs, for the message about an input that is not finite
-    with watch_inputs(stream.model.tree, linears, see_first):
-        for calls, inputs in [*visit.earlier, (visit.calls, visit.inputs)]:
-            outputs, batch = [], -1
-            for call, x in zip(calls, inputs, strict=True):
-                batch += 1
-                outputs.append(call.run(visit.module, x))
-                current.clear()
-                alive.clear()
-    stream.advance(outputs)
-
-    accumulators = {name: SumAccumulator(statistics, config) for name, statistics in first.items()}
-    if kept is not None:
-        for name, batches in kept.items():
+    first = _FirstPass(visit)
+    with watch_inputs(stream.model.tree, linears, first.see):
+        stream.advance(first.run())
+    accumulators = {name: SumAccumulator(statistics, config) for name, statistics in first.statistics.items()}
+    if first.kept is not None:
+        for name, batches in first.kept.items():
             for rows in batches:
                 accumulators[name].add(rows)
             batches.clear()
     else:
+        leaders = [linear for linear in linears if linear.name in accumulators]
         with watch_inputs(
-            stream.model.tree,
-            list(leaders.values()),
-            lambda linear, x: accumulators[linear.name].add(token_rows(x, linear.k)),
+            stream.model.tree, leaders, lambda linear, x: accumulators[linear.name].add(token_rows(x, linear.k))
         ):
             visit.run_all()
-    ran = {name for names in members.values() for name in names}
     return BlockSums(
-        sites=members,
+        sites=first.members,
         sums={name: accumulator.finish() for name, accumulator in accumulators.items()},
-        never_ran=[linear.name for linear in linears if linear.name not in ran],
+        never_ran=[linear.name for linear in linears if linear.name not in first.leader_of],
     )
+
+
+class _FirstPass:
+    """One run of a block over all its inputs: which linears share an input, and each site's channel statistics.
+
+    A site is named by its leader, the first linear that read the input. `kept` holds the leaders' inputs for the
+    second pass, or None once they would take more than REPLAY_BYTES.
+    """
+
+    def __init__(self, visit: Visit):
+        self.visit = visit
+        self.members: dict[str, list[str]] = {}  # leader → the names that share its input
+        self.leader_of: dict[str, str] = {}
+        self.statistics: dict[str, ChannelStatistics] = {}  # by leader
+        self.kept: dict[str, list[Tensor]] | None = {}
+        self._kept_bytes = 0
+        self._read: dict[tuple, str] = {}  # input identity → leader, within one run of the block
+        self._alive: list[Tensor] = []  # inputs are held while the block runs, so that no address is used twice
+        self._batch = 0
+
+    def run(self) -> list[Tensor]:
+        """The outputs of the current visit; earlier visits of the same block are run for their inputs alone."""
+        outputs: list[Tensor] = []
+        for calls, inputs in [*self.visit.earlier, (self.visit.calls, self.visit.inputs)]:
+            outputs = []
+            for self._batch, (call, x) in enumerate(zip(calls, inputs, strict=True)):
+                outputs.append(call.run(self.visit.module, x))
+                self._read.clear()
+                self._alive.clear()
+        return outputs
+
+    def see(self, linear: Linear, x: Tensor) -> None:
+        """The hook: `linear` is about to read x."""
+        identity = (x.data_ptr(), x.shape, x.stride(), x._version)
+        shared = self._read.get(identity) if x.numel() else None  # empty tensors all have the address 0
+        leader = self.leader_of.setdefault(linear.name, shared or linear.name)
+        if leader != linear.name:  # its leader speaks for it
+            if linear.name not in self.members[leader]:
+                self.members[leader].append(linear.name)
+            return
+        self._read[identity] = leader
+        self._alive.append(x)
+        rows = token_rows(x, linear.k)
+        if leader not in self.statistics:
+            self.members[leader] = [leader]
+            self.statistics[leader] = ChannelStatistics(linear.k, x.device)
+        if not self.statistics[leader].add(rows):
+            raise DataError(_not_finite(linear, x, self.visit.inputs, self._batch))
+        self._keep(leader, rows)
+
+    def _keep(self, leader: str, rows: Tensor) -> None:
+        self._kept_bytes += rows.numel() * rows.element_size()
+        if self._kept_bytes > REPLAY_BYTES:
+            self.kept = None
+        if self.kept is not None:
+            self.kept.setdefault(leader, []).append(rows.clone())
 
 
 def _not_finite(linear: Linear, x: Tensor, inputs: list[Tensor], batch: int) -> str:

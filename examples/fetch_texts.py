@@ -8,7 +8,7 @@ other_domain.txt  narrative prose that calibration never sees: Genesis, Luke and
 
 A method that fits its calibration data too closely gains on the second file and loses on the third; so does one that
 is calibrated too narrowly: with Django's guides alone, W4A4 perplexity on the third was 1.33 times the original's,
-with the news 1.25 times.
+with the news 1.21 times.
 Only paragraphs of plain prose are kept: no code samples, tables, lists of links, headings or markup.
 """
 

@@ -136,7 +136,7 @@ def test_no_tokens_give_an_empty_output(transform, shape):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("transform", [BARE, FULL], ids=["bare", "full"])
-def test_the_output_of_5_tokens_does_not_depend_on_what_the_other_rows_of_the_tile_hold(transform, poison):
+def test_case_8_the_output_of_5_tokens_does_not_depend_on_what_the_other_rows_of_the_tile_hold(transform, poison):
     codes, scales, down, up, bias = layer()
     tile = torch.full((128, 192), poison)
     tile[:5] = inputs(5)

@@ -140,7 +140,7 @@ def test_each_64_columns_of_a_wide_group_are_stored_with_its_scale():
     assert flat[[0, 128, 256, 384]].tolist() == source.scales[0].repeat_interleave(2).tolist()
 
 
-def test_k_192_n_96_rank_0_packs_with_padding():
+def test_case_25_k_192_n_96_rank_0_packs_with_padding():
     source = layer(n=96, k=192, rank=0)
     packed = pack_layers([source], torch.float16)
     shapes = {name: tuple(tensor.shape) for name, tensor in packed.items()}
@@ -192,7 +192,7 @@ def qkv(n=2240, k=128, **options):
     return [layer(f"a.{p}_proj", n=n, k=k, seed=i, **options) for i, p in enumerate("qkv")]
 
 
-def test_three_parts_of_2240_rows_are_padded_each_to_2304():
+def test_case_7_three_parts_of_2240_rows_are_padded_each_to_2304():
     parts = qkv(rank=16)
     sizes = packed_sizes(parts)
     packed = pack_layers(parts, torch.float16)

@@ -78,7 +78,7 @@ def error_in_metric(codes, scales, target, hessian, group):
 @pytest.mark.parametrize(
     ("k", "group", "block"), [(256, 64, 128), (256, 64, 64), (256, 128, 64), (384, 192, 128), (384, 192, 64)]
 )
-def test_gptq_equals_the_float64_column_loop_code_for_code(k, group, block):
+def test_case_4_gptq_equals_the_float64_column_loop_code_for_code(k, group, block):
     target, hessian = normal(32, k), correlated_hessian(k)
     target[5], target[7, 40] = 0, 20.0  # a zero row and an outlier
     importance = hessian.diagonal().float()

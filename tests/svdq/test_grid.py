@@ -16,7 +16,7 @@ code_rows = st.integers(1, 5).flatmap(
 )
 
 
-def test_a_row_of_all_weight_codes_packs_to_the_hand_made_bytes():
+def test_case_11_a_row_of_all_weight_codes_packs_to_the_hand_made_bytes():
     packed = pack_nibbles(torch.tensor([ALL_WEIGHT_CODES], dtype=torch.int8))
     assert packed.dtype == torch.uint8
     assert packed.numpy().tobytes() == HAND_MADE_BYTES

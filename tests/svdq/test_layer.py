@@ -337,7 +337,7 @@ def test_a_weight_with_few_nonzero_rows_is_carried_by_the_low_rank_part(nonzero_
 
 
 @pytest.mark.parametrize("transform", [BARE, FULL], ids=["bare", "rotated"])
-def test_8_tokens_for_512_channels_are_solved_with_the_largest_damping(transform):
+def test_case_1_8_tokens_for_512_channels_are_solved_with_the_largest_damping(transform):
     x, weight = tokens_with_outliers(8, 512), normal(24, 512, seed=5)
     result = quantize(weight, x, transform)
     assert result.report["damping"] == 0.5
@@ -358,7 +358,7 @@ def dead_channel_case(transform, config):
 
 @pytest.mark.parametrize("config", [DEFAULT, PLAIN, LayerConfig(rank=0)], ids=["output", "weight", "rank 0"])
 @pytest.mark.parametrize("transform", [BARE, FULL], ids=["bare", "rotated"])
-def test_a_channel_that_never_fires_keeps_its_weights(transform, config):
+def test_case_24_a_channel_that_never_fires_keeps_its_weights(transform, config):
     weight, effective = dead_channel_case(transform, config)
     error = (effective[:, 37] - weight[:, 37]).norm() / weight[:, 37].norm()
     # 15 levels over ±3σ leave a step of 0.43σ, so 12 % when rounded to nearest; clipping and the low-rank part that
@@ -380,7 +380,7 @@ def test_without_rotation_and_low_rank_a_channel_that_never_fires_is_rounded_to_
 
 
 @pytest.mark.parametrize("config", [DEFAULT, PLAIN], ids=["output", "weight"])
-def test_float16_weights_of_6e4_with_smoothing_of_2_stay_finite(config):
+def test_case_5_float16_weights_of_6e4_with_smoothing_of_2_stay_finite(config):
     x = tokens_with_outliers()
     weight = (normal(40, 128, seed=5) * 1e4).clamp(-6e4, 6e4).half()
     weight[3, 5], weight[8, 90] = 6e4, -6e4

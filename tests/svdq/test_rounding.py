@@ -323,7 +323,7 @@ def test_the_importance_decides_which_columns_the_scale_serves():
 
 @pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize("value", [0.0, 1e-8, -5.9e-8, 1e-30, 1e-44])
-def test_tiny_and_zero_groups_get_a_finite_positive_float16_scale(value, search):
+def test_case_23_tiny_and_zero_groups_get_a_finite_positive_float16_scale(value, search):
     weight = normal(3, 64)
     weight[1] = value
     scales = group_scales(weight, INT4_WEIGHT, search=search, importance=torch.ones(64) if search else None)

@@ -36,6 +36,7 @@ from svdq.objective import ActivationSums
 from svdq.preflight import Plan, check_groups, check_run_output, plan, token_warnings
 
 TOKENS_PER_BATCH = 4096
+WIDE = 2048  # channels from which a site's factorizations gain from more threads than its GPTQ loses
 Progress = Callable[[str, int, int], None]  # stage, blocks done, blocks in all
 
 
@@ -293,13 +294,14 @@ def _quantize_blocks(
 ) -> None:
     """Quantize the blocks as their sums arrive and write each when it is done.
 
-    On a CPU, sites go to a pool with one thread each: most of a layer's time is in operations too small for two
-    threads, and one thread a layer makes the bytes independent of the number of cores. With `overlap` two blocks are in
-    flight, so that the pool does not run dry at a block's end; without, the pool rests while the next sums are taken,
-    as those use all threads.
+    On a CPU, sites go to a pool with one thread each: below WIDE channels most of a layer's time is in operations too
+    small for two threads. A model with wider sites takes them one at a time with all threads: there the factorizations
+    own the time, and the memory. With `overlap` two blocks are in flight, so that the pool does not run dry at a
+    block's end; without, the pool rests while the next sums are taken, as those use all threads.
     """
     threads = torch.get_num_threads()
-    workers = min(threads, 8) if device.type == "cpu" else 1
+    wide = device.type != "cpu" or any(linear.k >= WIDE for linear in the_plan.linears)
+    workers = 1 if wide else min(threads, 8)
     waiting: deque[tuple[int, list[Future], BlockSums]] = deque()
     done = 0
 
@@ -319,9 +321,9 @@ def _quantize_blocks(
                     progress("quantize", done, total)
                     continue
                 jobs = _site_jobs(the_plan, block, sums)
-                waiting.append(
-                    (block, [pool.submit(_quantize_site, model, *job, config, device) for job in jobs], sums)
-                )
+                each = threads if wide else 1
+                futures = [pool.submit(_quantize_site, model, *job, config, device, each) for job in jobs]
+                waiting.append((block, futures, sums))
                 if len(waiting) > overlap:
                     write_oldest()
                 if not overlap:
@@ -346,10 +348,14 @@ def _site_jobs(the_plan: Plan, block: int, sums: BlockSums) -> list[tuple[Activa
 
 
 def _quantize_site(
-    model: Model, sums: ActivationSums, members: list[Linear], config: QuantConfig, device: torch.device
+    model: Model,
+    sums: ActivationSums,
+    members: list[Linear],
+    config: QuantConfig,
+    device: torch.device,
+    threads: int,
 ) -> list[tuple[Linear, QuantizedLinear, ActivationSums]]:
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # per call: a part of this setting is one for all threads
+    torch.set_num_threads(threads)  # per call: a part of this setting is one for all threads
     sums = sums.to(device)
     prepared: dict[tuple, PreparedSite] = {}
     results = []

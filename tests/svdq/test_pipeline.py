@@ -555,3 +555,25 @@ def test_a_dry_run_estimates_disk_and_memory_and_writes_nothing(toy, svdq, tmp_p
     for word in ("output", "work directory", "memory"):
         assert word in result.out
     assert visible(tmp_path) == []
+
+
+def test_a_wide_model_is_taken_one_site_at_a_time_with_the_callers_threads(toy, quantize, tmp_path, monkeypatch):
+    before, used = torch.get_num_threads(), []
+    original = pipeline._quantize_site
+
+    def seen(*arguments):
+        used.append(arguments[-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(pipeline, "_quantize_site", seen)
+    quantize(toy("llama"), tmp_path / "narrow")
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(pipeline, "WIDE", 64)
+        quantize(toy("llama"), tmp_path / "wide")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(used[: len(used) // 2]) == {1} and set(used[len(used) // 2 :]) == {2}
+    narrow, wide = (safetensors.torch.load_file(tmp_path / name) for name in ("narrow", "wide"))
+    assert narrow.keys() == wide.keys()

@@ -2,8 +2,8 @@
 
 The best rank-r L of E in the metric ‖(E − L)·C‖ is U·Uᵀ·E with U the top-r left singular vectors of E·C: nothing has
 to be un-whitened afterwards. Those vectors come from a randomized block Krylov space (Musco & Musco 2015,
-arXiv:1504.05477) with a fixed seed; on SmolLM2's matrices it reaches the optimum to float32 rounding in 6 steps.
-Rejected: an eigenproblem of the Gram matrix (two to four times slower at size 576, and float64), plain subspace
+arXiv:1504.05477) with a fixed seed; on SmolLM2's matrices 6 steps lose at most 3.3e-6 of the energy that the optimum
+leaves out. Rejected: an eigenproblem of the Gram matrix (1.3 to 4 times slower there, and float64), plain subspace
 iteration (these spectra are flat: several times as many products), the full SVD (kept as `exact`: a test oracle, and
 the method for small matrices).
 """

@@ -15,21 +15,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from svdq import __version__, schema
+from svdq import __version__
+from svdq.assemble import assemble, write_block
 from svdq.calibration.capture import BlockStream, BlockSums, record_block
 from svdq.calibration.data import TokenData, batches
 from svdq.calibration.sources import locate
 from svdq.calibration.store import Store
-from svdq.checkpoint import Entry, SafetensorsFile, open_file, read_json, write_file, write_json
+from svdq.checkpoint import open_file, read_json, write_json
 from svdq.config import CalibrationConfig, QuantConfig, first_difference, to_dict
 from svdq.errors import CheckpointError, ConfigError, NumericsError
-from svdq.grid import pack_nibbles
 from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linear
 from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import ActivationSums
@@ -216,7 +215,7 @@ def quantize(
     left = the_plan.left_16bit + never_ran
     warnings = token_warnings(the_plan.linears, calibrated["tokens"])
     # written in the work directory, so that a killed run leaves nothing beside the output
-    _assemble(model, work / "output.safetensors", config, activation, calibrated, finished, layers, left, repairs)
+    assemble(model, work / "output.safetensors", config, activation, calibrated, finished, layers, left, repairs)
     (work / "output.safetensors").replace(out)
     for file in finished:  # run.json goes last: what is left of a killed clean-up is still a work directory
         file.path.unlink()
@@ -309,7 +308,7 @@ def _quantize_blocks(
         nonlocal done
         block, futures, sums = waiting.popleft()
         results = [result for future in futures for result in future.result()]
-        _write_block(the_plan, block, sums, results, config, block_file(block))
+        write_block(the_plan, block, sums, results, config, block_file(block))
         done += 1
         progress("quantize", done, total)
 
@@ -372,88 +371,3 @@ def _quantize_site(
         result.report["seconds"] = round(time.perf_counter() - started, 3)
         results.append((linear, result, sums))
     return results
-
-
-def _write_block(the_plan: Plan, block: int, sums: BlockSums, results: list, config: QuantConfig, path: Path) -> None:
-    entries: list[Entry] = []
-    layers: dict[str, dict] = {}
-    for linear, result, activation in results:
-        entries += _canonical_entries(linear, result, activation)
-        layers[linear.name] = {
-            "n": linear.n,
-            "k": linear.k,
-            "rank": result.proj_up.shape[1],
-            "group_size": config.for_layer(linear.name).group_size,
-            **result.report,
-        }
-    selected = [linear.name for linear in the_plan.linears if linear.block == block]
-    report = {
-        "layers": {name: layers[name] for name in selected if name in layers},
-        "never_ran": [name for name in sums.never_ran if name in selected],
-    }
-    write_file(path, entries, {"report": json.dumps(report), "sites": json.dumps(sums.sites)})
-
-
-def _canonical_entries(linear: Linear, result: QuantizedLinear, sums: ActivationSums) -> list[Entry]:
-    tensors = {
-        "qweight": pack_nibbles(result.codes),
-        "w_scales": result.scales,
-        "proj_down": result.proj_down,
-        "proj_up": result.proj_up,
-    }
-    if sums.transform.smooth is not None:
-        tensors["smooth"] = sums.transform.smooth
-    if sums.transform.clip != 1.0:
-        tensors["act_clip"] = torch.tensor(sums.transform.clip, dtype=torch.float32)
-    return [Entry(f"{linear.name}.{suffix}", t.dtype, tuple(t.shape), t.cpu) for suffix, t in tensors.items()]
-
-
-def _assemble(
-    model: Model,
-    out: Path,
-    config: QuantConfig,
-    activation: dict,
-    calibrated: dict,
-    finished: list[SafetensorsFile],
-    layers: dict[str, dict],
-    left: list[str],
-    repairs: list[str],
-) -> None:
-    entries = []
-    for file in finished:
-        for name, info in file.tensors.items():
-            entries.append(Entry(name, info.dtype, info.shape, partial(file.chunks, name)))
-    quantized = {f"{name}.weight" for name in layers}
-    for key in model.files.tensors:
-        if key in quantized or key in model.ties:
-            continue
-        if config.linears_only and key.removesuffix(".bias") not in layers:
-            continue
-        info = model.files.info(key)
-        entries.append(Entry(key, info.dtype, info.shape, partial(model.files.chunks, key)))
-    sites: dict[str, list[str]] = {}
-    for file in finished:
-        sites.update(json.loads(file.metadata["sites"]))
-    sizes = {name: {key: layer[key] for key in ("n", "k", "rank", "group_size")} for name, layer in layers.items()}
-    timeless = {
-        name: {k: v for k, v in layer.items() if k != "seconds" and k not in sizes[name]}
-        for name, layer in layers.items()
-    }
-    metadata = {
-        schema.QUANTIZATION_CONFIG: schema.quantization_config(
-            rank=config.layer.rank,
-            group_size=config.layer.group_size,
-            smooth=activation["smoothing"] != 0.0,
-            rotation=activation["rotation"],
-            ignore=sorted(left),
-            packing=schema.CANONICAL_PACKING,
-        ),
-        schema.RUN_CONFIG: {"quantize": to_dict(config), "activation": activation},
-        schema.CALIBRATION: calibrated,
-        schema.SOURCE: model.files.source_fingerprint(),
-        schema.LAYERS: sizes,
-        schema.REPORT: {"layers": timeless, "repairs": repairs, "sites": sites},
-        schema.TIES: model.ties,
-        schema.MODEL_CONFIG: model.config,
-    }
-    write_file(out, entries, {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()})

@@ -146,13 +146,13 @@ class Console:
     def warn(self, text: str) -> None:
         click.echo(f"warning: {text}", err=True)
 
-    def progress(self, stage: str, done: int, total: int) -> None:
+    def progress(self, stage: str, done: int, total: int, unit: str = "block") -> None:
         if self.quiet or not sys.stderr.isatty():
             return
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, initial=done, desc=stage, unit="block", leave=False, file=sys.stderr)
+            self._bar = tqdm(total=total, initial=done, desc=stage, unit=unit, leave=False, file=sys.stderr)
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()

@@ -19,21 +19,31 @@ from svdq.cli import options
 @click.option("--max-error", type=float, default=0.5, show_default=True, help="Largest quantization error of a layer.")
 @click.option("--max-kernel-error", type=float, default=1e-5, show_default=True, help="Largest kernel error.")
 @click.option("--max-perplexity-ratio", type=float, show_default="unchecked", help="W4A4 over original.")
+@click.option(
+    "--kernels",
+    type=click.Choice(["reference", "cuda"]),
+    default="reference",
+    show_default=True,
+    help="Whose kernel error, and which quantized model: plain torch's or the CUDA kernels'.",
+)
 @options.remote_code
 @options.device_option
 @options.output_options
 @options.verbose_option
 def command(file, model_dir, data, calib, samples, seq_len, min_tokens, seed, max_error, max_kernel_error,
-            max_perplexity_ratio, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
+            max_perplexity_ratio, kernels, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
     """Check structure, layers and perplexity of a canonical or packed file. Exit 1 if a check fails."""
     from svdq import report, verify
     from svdq.calibration.store import Store
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
+    from svdq.layer_checks import require_kernels
     from svdq.models import resolve_device
     from svdq.quantized import open_quantized
 
     console = options.Console(quiet, json_file)
     where = resolve_device(device)
+    if kernels == "cuda":
+        require_kernels(where)
     quantized = open_quantized(file)
     model = open_inputs(model_dir, list(data), trust_remote_code)
     store = Store.open(calib) if calib else None
@@ -49,7 +59,14 @@ def command(file, model_dir, data, calib, samples, seq_len, min_tokens, seed, ma
         console.say(text.summary())
     thresholds = verify.Thresholds(max_kernel_error, max_error, max_perplexity_ratio)
     result = verify.verify(
-        model, quantized, data=texts, store=store, thresholds=thresholds, device=where, progress=console.progress
+        model,
+        quantized,
+        data=texts,
+        store=store,
+        thresholds=thresholds,
+        device=where,
+        kernels=kernels,
+        progress=console.progress,
     )
     console.say(report.verification_text(result, most=10**9 if verbose else 15))
     options.write_report(json_file, result.to_dict())

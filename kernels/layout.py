@@ -60,6 +60,17 @@ class Layout:
             step *= sizes[name]
         return strides
 
+    def constants(self) -> dict[str, int]:
+        """The strides that no shape changes: up to and including the fastest digit without a size."""
+        sizes = {name: size for digits in self._indices() for name, size in digits}
+        constants, step = {}, 1
+        for name in reversed(self.stored.split()):
+            constants[name] = step
+            if not sizes[name]:
+                break
+            step *= sizes[name]
+        return constants
+
     def _indices(self) -> list[list[tuple[str, int]]]:
         return [
             [(name, int(size or 0)) for name, _, size in (digit.partition(":") for digit in index.split())]
@@ -69,6 +80,7 @@ class Layout:
 
 
 TILE_N, TILE_K, RANK_TILE = 128, 64, 16
+PANEL = 16  # tokens that one tensor-core operand holds
 PAD_K = 128  # two k tiles: what the runtime's pipeline consumes per step
 
 _CHANNEL = "nt na:8 nb:2 nc:4 nd:2"  # a 128-channel tile as the accumulator fragment holds it
@@ -78,6 +90,10 @@ MMA = {
     "channel": Layout(_CHANNEL, "", "nt na nc nb nd"),  # bias, smooth
     "lora_down": Layout("kt kb:2 kc:4 kd:2", "jt jb:2 jl:8", "kt jt jl kc jb kb kd"),
     "lora_up": Layout("nt nb:2 nl:8", "jt jb:2 jc:4 jd:2", "nt jt nl jc nb jb jd"),
+    # In no file: activations by panels of 16 tokens, and proj_down as the lanes of the quantizer hold x
+    "codes": Layout("mb ms:2 ml:8", "kt ks:2 kl:4 kr:8", "mb kt ms ml kl ks kr"),
+    "scales": Layout("mb ms:2 ml:8", "kt", "mb kt ml ms"),
+    "down": Layout("kt ks:2 kl:4 kp:4 kd:2", "jb jl:8", "kt jb jl kl ks kp kd"),
 }
 
 
@@ -94,18 +110,18 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def pack_codes(codes: Tensor) -> Tensor:
+def pack_codes(codes: Tensor, name: str = "qweight") -> Tensor:
     """codes int8 (N, K), padded → int8 (N, K/2) in fragment order; of two codes the even k is the low nibble."""
-    flat = MMA["qweight"].pack(codes).view(torch.uint8) & 0xF
+    flat = MMA[name].pack(codes).view(torch.uint8) & 0xF
     return (flat[0::2] | (flat[1::2] << 4)).view(torch.int8).reshape(codes.shape[0], codes.shape[1] // 2)
 
 
-def unpack_codes(packed: Tensor) -> Tensor:
+def unpack_codes(packed: Tensor, name: str = "qweight") -> Tensor:
     """The inverse of `pack_codes`."""
     n, k = packed.shape[0], packed.shape[1] * 2
     signed = packed.reshape(-1).view(torch.int8)
     flat = torch.stack(((signed << 4) >> 4, signed >> 4), dim=-1).reshape(-1)
-    return MMA["qweight"].unpack(flat, (n, k))
+    return MMA[name].unpack(flat, (n, k))
 
 
 def pack_matrix(name: str, logical: Tensor, stored_shape: tuple[int, ...] | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The W4A4 linear in plain torch: what every kernel must compute, and what runs on a CPU.
+"""What every kernel must compute, in plain torch: the oracle of the tests, and what runs on a CPU.
 
     y = Qa(R(x / smooth)) · weight_hatᵀ + (x · proj_down) · proj_upᵀ + bias
 
@@ -7,6 +7,9 @@ weight code times its float16 scale is exact there, an activation code times its
 differs from exact integer group sums by float32 rounding only (a few 1e-7 relative), at the speed of one GEMM instead
 of K/64. The low-rank product takes operands as they are (16-bit in a 16-bit model) and accumulates in float32. One
 rounding to the output type at the end.
+
+`w4a4_linear` takes plain matrices. The functions after it take and give the kernels' packed operands (svdq.kernels.ops
+says which); they unpack, compute, and pack.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from svdq.grid import INT4_ACTIVATION
-from svdq.rounding import ActivationTransform
+from svdq.config import ACTIVATION_GROUP
+from svdq.grid import INT4_ACTIVATION, INT4_WEIGHT
+from svdq.kernels import layout
+from svdq.rounding import ActivationTransform, quantize_activation, rotate
 
 
 def w4a4_linear(
@@ -42,3 +47,82 @@ def w4a4_linear(
     if bias is not None:
         y += bias.to(work)
     return y.to(work if work == torch.float64 else x.dtype).reshape(*x.shape[:-1], weight_hat.shape[0])
+
+
+def quantize_lora_down(
+    x: Tensor,
+    down: Tensor,
+    inv_smooth: Tensor | None,
+    rotation: bool,
+    clip: float,
+    row_factor: Tensor | None,
+    norm_weight: Tensor | None,
+    shares: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See svdq.kernels.ops. All of t is in its first share."""
+    m, k = x.shape
+    padded_k, rank = down.shape
+    rows = layout.round_up(m, layout.PANEL)
+    if row_factor is not None and norm_weight is not None:
+        x = norm_weight * (x.float() * row_factor[:, None]).to(x.dtype)
+    t = x.new_zeros((shares, rows, rank), dtype=torch.float32)
+    if rank:
+        t[0, :m] = x.float() @ layout.unpack_matrix("down", down, (padded_k, rank))[:k].float()
+    scaled = x.float() if inv_smooth is None else x.float() * inv_smooth
+    codes, scales = quantize_activation(rotate(scaled) if rotation else scaled, clip)
+    codes = layout.pad(codes, rows, padded_k)
+    scales = layout.pad(scales, rows, padded_k // ACTIVATION_GROUP)
+    return layout.pack_codes(codes, "codes"), layout.pack_matrix("scales", scales), t
+
+
+def w4a4_gemm_lora(
+    codes: Tensor,
+    scales: Tensor,
+    t: Tensor,
+    qweight: Tensor,
+    wscales: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See svdq.kernels.ops."""
+    groups, padded_n = wscales.shape
+    x_hat = INT4_ACTIVATION.decode(
+        layout.unpack_codes(codes, "codes"), layout.unpack_matrix("scales", scales, (codes.shape[0], groups))
+    )
+    weight_scales = layout.unpack_matrix("wscales", wscales, (padded_n, groups))
+    y = x_hat[:m] @ INT4_WEIGHT.decode(layout.unpack_codes(qweight)[:n], weight_scales[:n]).t()
+    if up.shape[1]:
+        y += t.sum(0)[:m] @ layout.unpack_matrix("lora_up", up, tuple(up.shape))[:n].float().t()
+    if bias is not None:
+        y += layout.unpack_matrix("channel", bias, (padded_n,))[:n]
+    return y.to(dtype)
+
+
+def inv_rms(x: Tensor, epsilon: float) -> Tensor:
+    """x (m, k) → (m,) float32: 1 / sqrt(mean(x²) + epsilon) of every row."""
+    return (x.float().square().mean(-1) + epsilon).rsqrt()
+
+
+def qknorm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """See svdq.kernels.ops."""
+
+    def one(x: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is not None:
+            x = norm * (x.float() * inv_rms(x.reshape(-1, x.shape[-1]), epsilon).view(*x.shape[:-1], 1)).to(x.dtype)
+        repeats = len(x) // max(len(cosine), 1)
+        cos, sin = (table.to(x.dtype).float().repeat(repeats, 1)[:, None] for table in (cosine, sine))
+        first, second = x.float().chunk(2, -1)
+        return (x.float() * cos + torch.cat((-second, first), -1) * sin).to(x.dtype).contiguous()
+
+    return one(q, q_norm), one(k, k_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +101,11 @@ def verification_text(report: Report, most: int = 15) -> str:
     if rows:
         mean = sum(row.quantization_error for row in rows) / len(rows)
         worst_kernel = max(row.kernel_error for row in rows)
+        path = "CUDA kernels" if report.kernels == "cuda" else "reference"
+        types = " and ".join(sorted({row.kernel_dtype for row in rows}, reverse=True))
         lines.append(
-            f"{len(rows)} linears: mean quantization error {percent(mean)}, largest kernel error {worst_kernel:.1e}"
+            f"{len(rows)} linears: mean quantization error {percent(mean)}, largest kernel error {worst_kernel:.1e} "
+            f"({path}, {types})"
         )
     for output in report.outputs:
         if output.original is not None and output.quantized is not None:
@@ -169,3 +173,36 @@ def inspection_text(facts: dict[str, Any], all_tensors: bool = False) -> str:
     lines += [f"tied: {alias} = {target}" for alias, target in facts["ties"].items()]
     lines += listed(config.get("ignore", []), "left in 16 bits")
     return "\n".join(lines + (listed(facts["repairs"], "repairs") or ["no repairs"]))
+
+
+def kernels_text(facts: dict[str, Any], every_kernel: bool = False) -> str:
+    """What the cache holds: kernels x architectures; or, with every_kernel, a row for each that is compiled."""
+    architectures = facts["architectures"]
+    compiled = [
+        (name, arch, found) for arch, kernels in architectures.items() for name, found in kernels.items() if found
+    ]
+    lines = []
+    if every_kernel:
+        rows = [[name, arch, *found.values()] for name, arch, found in compiled]
+        lines.append(table(["kernel", "architecture", "registers", "shared bytes", "spill bytes", "cubin bytes"], rows))
+    else:
+        header = [arch + "*" * (arch in facts["devices"]) for arch in architectures]
+        rows = [
+            [re.sub(r"\w+=", "", name), *(_kernel_cell(kernels[name]) for kernels in architectures.values())]
+            for name in next(iter(architectures.values()))
+        ]
+        lines.append(table(["kernel", *header], rows))
+        lines.append("registers/shared bytes, and /spill bytes where there are any; - is not compiled")
+        if facts["devices"]:
+            lines.append(f"* of a GPU here: {', '.join(facts['devices'])}")
+    stored = size(sum(found["cubin_bytes"] for _, _, found in compiled))
+    total = sum(map(len, architectures.values()))
+    lines.append(f"{facts['cache']}: {len(compiled)} of {total} compiled by NVRTC {facts['nvrtc']}, {stored}")
+    return "\n".join(lines)
+
+
+def _kernel_cell(found: dict[str, int] | None) -> str:
+    if found is None:
+        return "-"
+    spill = f"/{found['spill_bytes']}" if found["spill_bytes"] else ""
+    return f"{found['registers']}/{found['shared_bytes']}{spill}"

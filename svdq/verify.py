@@ -1,12 +1,13 @@
 """Check a quantized file: structure, then every layer with the two errors apart, then the whole model.
 
 quantization error  what the format costs: dequantized math in float64 against the original layer
-kernel error        the reference path on packed operands, in float32, against the same dequantized math in float64;
-                    near zero, or the path has a bug
+kernel error        the reference in float32, or the CUDA kernels on 16-bit inputs, on packed operands, against the same
+                    dequantized math in float64; near zero, or the path has a bug (svdq.layer_checks)
 
 With data, the original model and the quantized one are streamed through the blocks side by side: layer errors are
-taken on the original's activations, perplexity on both ends. Without data, layer errors are those of the weights, on
-standard normal inputs for the kernel error, and of the calibration store if there is one.
+taken on the original's activations, perplexity on both ends; the quantized model runs the path whose kernel error is
+reported. Without data, layer errors are those of the weights, on standard normal inputs for the kernel error, and of
+the calibration store if there is one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +26,15 @@ from svdq.calibration.capture import BlockStream, token_rows, watch_inputs
 from svdq.calibration.data import TokenData, batches
 from svdq.calibration.store import Store
 from svdq.checkpoint import same_bytes
-from svdq.errors import CheckpointError
-from svdq.export import DTYPES, pack_layers, packed_sizes, unpack_layers
+from svdq.errors import CheckpointError, ConfigError
+from svdq.export import DTYPES
 from svdq.kernels.reference import w4a4_linear
+from svdq.layer_checks import KernelLinear, kernel_dtype, layer_errors, ratio, require_kernels
 from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import Objective, relative
 from svdq.quantized import Layer, QuantizedFile
 
+KERNELS = ("reference", "cuda")
 LAYER_TOKENS = 512  # held-out tokens on which a layer's errors are taken
 TOKENS_PER_BATCH = 2048
 
@@ -38,7 +42,11 @@ TOKENS_PER_BATCH = 2048
 @dataclass
 class LayerReport:
     """Errors of one linear. Relative Frobenius errors of outputs (of weights without data); token_error is the root
-    mean over tokens of the squared relative error of each, which no few massive tokens can own."""
+    mean over tokens of the squared relative error of each, which no few massive tokens can own.
+
+    kernel_dtype  type of the inputs that the kernel error is measured on
+    codes_differ  activation codes and scales of the CUDA kernels that are not the CPU's; None for the reference
+    """
 
     name: str
     n: int
@@ -47,7 +55,9 @@ class LayerReport:
     group_size: int
     quantization_error: float
     kernel_error: float
+    kernel_dtype: str
     roundtrip: bool
+    codes_differ: int | None = None
     token_error: float | None = None
     store_error: float | None = None
 
@@ -68,6 +78,7 @@ class OutputReport:
 class Report:
     file: str
     kind: str
+    kernels: str = "reference"  # or "cuda": the path of the kernel errors and of the quantized model
     structure: list[str] = field(default_factory=list)  # problems; empty = sound
     layers: list[LayerReport] = field(default_factory=list)
     outputs: list[OutputReport] = field(default_factory=list)
@@ -96,11 +107,20 @@ def verify(
     store: Store | None = None,
     thresholds: Thresholds | None = None,
     device: torch.device | str = "cpu",
+    kernels: str = "reference",
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
-    """See the module. Raises CheckpointError if the file is not of this model at all."""
+    """See the module. kernels: 'reference', or 'cuda' on a CUDA device.
+
+    Raises CheckpointError if the file is not of this model at all, or holds numbers that the kernels cannot.
+           ConfigError or KernelError if the kernels are wanted and cannot run on this device.
+    """
     thresholds = thresholds or Thresholds()
     device = torch.device(device)
+    if kernels not in KERNELS:
+        raise ConfigError(f"kernels={kernels!r}; wanted {' or '.join(KERNELS)}")
+    if kernels == "cuda":
+        require_kernels(device)
     linears = {linear.name: linear for linear in model.linears}
     for name, (n, k, _, _) in quantized.layers.items():
         linear = linears.get(name)
@@ -110,13 +130,17 @@ def verify(
             raise CheckpointError(
                 f"{quantized.file.path}: its {name} is {n} x {k}, that of {model.directory} is {linear.n} x {linear.k}"
             )
-    report = Report(str(quantized.file.path), str(quantized.kind), repairs=list(quantized.report.get("repairs", [])))
+    report = Report(str(quantized.file.path), str(quantized.kind), kernels)
+    report.repairs = list(quantized.report.get("repairs", []))
+    half = kernel_dtype(model, quantized) if kernels == "cuda" else None
     report.structure = check_structure(model, quantized)
     if data:
-        _verify_on_data(model, quantized, data, report, device, progress)
+        _verify_on_data(model, quantized, data, report, device, half, progress)
     else:
         for done, name in enumerate(quantized.layers, 1):
-            report.layers.append(_verify_on_weights(model, linears[name], quantized.layer(name)))
+            layer = quantized.layer(name)
+            runner = None if half is None else KernelLinear(layer.to(device), half)
+            report.layers.append(_verify_on_weights(model, linears[name], layer, runner))
             progress("verify", done, len(quantized.layers))
     if store is not None:
         store.check_model(model.files.source_fingerprint())
@@ -136,6 +160,8 @@ def failures(report: Report, thresholds: Thresholds) -> list[str]:
             found.append(
                 f"{row.name}: kernel error {row.kernel_error:.2e}, wanted at most {thresholds.kernel_error:.0e}"
             )
+        if row.codes_differ:
+            found.append(f"{row.name}: {row.codes_differ} activation codes or scales of its kernel are not the CPU's")
         limit = thresholds.quantization_error
         if limit is not None and not row.quantization_error <= limit:
             found.append(f"{row.name}: quantization error {row.quantization_error:.3f}, wanted at most {limit}")
@@ -235,64 +261,19 @@ def original_parameters(model: Model, linear: Linear) -> tuple[Tensor, Tensor | 
     return (weight.t() if linear.transposed else weight), bias
 
 
-def repacked(layer: Layer) -> tuple[Layer, bool]:
-    """The layer after pack and unpack, and whether it is the same bit for bit."""
-    dtype = layer.scales.dtype
-    part = unpack_layers(pack_layers([layer], dtype), packed_sizes([layer]))[0]
-    smooth = part.pop("smooth")
-    transform = replace(layer.transform, smooth=None if layer.transform.smooth is None else smooth.float())
-    again = Layer(name=layer.name, transform=transform, **part)
-    pairs = [(getattr(layer, f), getattr(again, f)) for f in ("codes", "scales", "proj_down", "proj_up")]
-    if layer.transform.smooth is not None:
-        pairs.append((layer.transform.smooth, again.transform.smooth))
-    if layer.bias is not None and layer.bias.dtype == dtype:
-        pairs.append((layer.bias, again.bias))
-    else:
-        again.bias = layer.bias  # a float32 bias is cast when it is packed; that is no error of the path
-    return again, all(torch.equal(a, b) for a, b in pairs)
-
-
-def layer_errors(weight: Tensor, bias: Tensor | None, layer: Layer, x: Tensor) -> dict[str, Any]:
-    """Both errors of one layer on inputs x (tokens, k): see the module. weight (n, k), bias (n,) are the original's."""
-    wide = x.double()
-    wanted = wide @ weight.double().t()
-    if bias is not None:
-        wanted += bias.double()
-    exact = w4a4_linear(
-        wide, layer.weight_hat(torch.float64), layer.proj_down, layer.proj_up, layer.bias, layer.transform
-    )
-    again, roundtrip = repacked(layer)
-    path = w4a4_linear(
-        x.float(), again.weight_hat(), again.proj_down, again.proj_up, again.bias, again.transform
-    ).double()
-    difference = exact - wanted
-    per_token = difference.square().sum(1) / wanted.square().sum(1).clamp_min(1e-300)
-    return {
-        "quantization_error": _ratio(difference, wanted),
-        "token_error": per_token.mean().sqrt().item(),
-        "kernel_error": _ratio(path - exact, exact),
-        "roundtrip": roundtrip,
-    }
-
-
-def _ratio(difference: Tensor, reference: Tensor) -> float:
-    denominator = reference.norm().item()
-    return difference.norm().item() / denominator if denominator > 0 else difference.norm().item()
-
-
 def _row(linear: Linear, layer: Layer, errors: dict[str, Any]) -> LayerReport:
     return LayerReport(linear.name, linear.n, linear.k, layer.proj_up.shape[1], layer.group_size, **errors)
 
 
-def _verify_on_weights(model: Model, linear: Linear, layer: Layer) -> LayerReport:
+def _verify_on_weights(model: Model, linear: Linear, layer: Layer, kernels: KernelLinear | None) -> LayerReport:
     weight, layer = read_weight(model, linear), layer.to(torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, linear.k, generator=generator)
-    errors = layer_errors(weight, None, _without_bias(layer), x)
+    errors = layer_errors(weight, None, _without_bias(layer), x, kernels)
     transformed = layer.transform.weight(weight.double())
     down = layer.transform.down_from_raw(layer.proj_down.double())
     distance = transformed - layer.weight_hat(torch.float64) - layer.proj_up.double() @ down.t()
-    errors.update(quantization_error=_ratio(distance, transformed), token_error=None)
+    errors.update(quantization_error=ratio(distance, transformed), token_error=None)
     return _row(linear, layer, errors)
 
 
@@ -330,22 +311,27 @@ def _store_errors(model: Model, quantized: QuantizedFile, store: Store, report: 
 class _QuantizedForwards:
     """Inside, these linears of the block compute the W4A4 arithmetic instead of their own."""
 
-    def __init__(self, model: Model, linears: list[Linear], layers: dict[str, Layer], hats: dict[str, Tensor]):
-        self.modules = [(model.tree.get_submodule(linear.module), linear.name) for linear in linears]
-        self.layers, self.hats = layers, hats
+    def __init__(self, model: Model, linears: list[Linear], forwards: dict[str, Callable[[Tensor], Tensor]]):
+        self.modules = [(model.tree.get_submodule(linear.module), forwards[linear.name]) for linear in linears]
 
     def __enter__(self) -> None:
-        for module, name in self.modules:
-            layer, hat = self.layers[name], self.hats[name]
-
-            def forward(x, layer=layer, hat=hat):
-                return w4a4_linear(x, hat, layer.proj_down, layer.proj_up, layer.bias, layer.transform)
-
+        for module, forward in self.modules:
             module.forward = forward  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *exception) -> None:
         for module, _ in self.modules:
             del module.forward
+
+
+def _reference_forward(layer: Layer) -> Callable[[Tensor], Tensor]:
+    return partial(
+        w4a4_linear,
+        weight_hat=layer.weight_hat(),
+        proj_down=layer.proj_down,
+        proj_up=layer.proj_up,
+        bias=layer.bias,
+        transform=layer.transform,
+    )
 
 
 def _verify_on_data(
@@ -354,8 +340,10 @@ def _verify_on_data(
     data: list[TokenData],
     report: Report,
     device: torch.device,
+    half: torch.dtype | None,
     progress: Callable[[str, int, int], None],
 ) -> None:
+    """half: what the CUDA kernels' inputs are cast to, or None for the reference."""
     parts = [batches(source.sequences, TOKENS_PER_BATCH) for source in data]
     calibrated = quantized.meta("svdq.calibration", dict)
     for source in data:
@@ -369,6 +357,7 @@ def _verify_on_data(
     for visit in stream:
         members = [linear for linear in linears if linear.block == visit.block]
         layers = {linear.name: quantized.layer(linear.name).to(device) for linear in members}
+        runners = {} if half is None else {name: KernelLinear(layer, half) for name, layer in layers.items()}
         seen: dict[str, list[Tensor]] = {}
         counts: dict[str, int] = {}
 
@@ -382,16 +371,21 @@ def _verify_on_data(
             stream.advance(visit.run())
         if visit.last:
             for linear in members:
+                layer, runner = layers[linear.name], runners.get(linear.name)
                 if linear.name not in seen:
                     report.notes.append(f"{linear.name}: never ran on this data, checked on its weights")
-                    report.layers.append(_verify_on_weights(model, linear, layers[linear.name]))
+                    report.layers.append(_verify_on_weights(model, linear, layer, runner))
                     continue
                 weight, bias = original_parameters(model, linear)
-                errors = layer_errors(weight, bias, layers[linear.name], torch.cat(seen[linear.name]))
-                report.layers.append(_row(linear, layers[linear.name], errors))
-        hats = {name: layer.weight_hat() for name, layer in layers.items()}
-        with _QuantizedForwards(model, members, layers, hats):
+                errors = layer_errors(weight, bias, layer, torch.cat(seen[linear.name]), runner)
+                report.layers.append(_row(linear, layer, errors))
+        forwards = {name: runners.get(name) or _reference_forward(layer) for name, layer in layers.items()}
+        with _QuantizedForwards(model, members, forwards):
             states = [call.run(visit.module, x) for call, x in zip(visit.calls, states, strict=True)]
+        for name, runner in runners.items():
+            note = f"{name}: float16 overflows on this data, its kernels ran in bfloat16"
+            if runner.dtype != half and note not in report.notes:
+                report.notes.append(note)
         done += 1
         progress("verify", done, stream.visits)
     _compare_outputs(model, stream, states, owner, data, report)
@@ -427,5 +421,5 @@ def _compare_outputs(
         a, b = (torch.cat([out for out, o in zip(side, owner, strict=True) if o == number]) for side in outputs)
         cosine = functional.cosine_similarity(a, b, dim=1).mean().item()
         report.outputs.append(
-            OutputReport(source.source, source.tokens, state_error=_ratio(b - a, a), state_cosine=cosine)
+            OutputReport(source.source, source.tokens, state_error=ratio(b - a, a), state_cosine=cosine)
         )

@@ -231,6 +231,19 @@ def python(tmp_path):
     return run
 
 
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory):
+    """A directory with every kernel compiled for every listed architecture. Shared: only read it."""
+    from svdq.kernels import compile as kernels
+
+    directory = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SVDQ_CACHE_DIR", str(directory))
+        for arch in kernels.ARCHITECTURES:
+            kernels.build(arch)
+    return directory
+
+
 class StoredLayer:
     """One linear of a canonical file in float64, read and computed from the words of the format alone.
 

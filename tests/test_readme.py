@@ -31,5 +31,5 @@ def test_ci_runs_the_test_command_that_readme_gives():
 
 
 def test_every_command_is_shown():
-    for command in ("calibrate", "quantize", "verify", "export-packed", "inspect"):
+    for command in ("calibrate", "quantize", "verify", "export-packed", "inspect", "kernels"):
         assert re.search(rf"^\$ svdq {command}\b", README, re.MULTILINE), command

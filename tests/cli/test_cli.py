@@ -50,7 +50,7 @@ def test_help_shows_the_default_of_every_option_that_has_one(svdq, command):
 @pytest.mark.parametrize(("command", "shown"), [
     ("calibrate", ["128", "512", "1024", "quality", "0.75", "hadamard64", "0.85", "auto"]),
     ("quantize", ["128", "512", "quality", "16", "64", "3", "K / tokens, 0.01 to 0.5", "output", "auto"]),
-    ("verify", ["16", "512", "0.5", "1e-05", "unchecked", "auto"]),
+    ("verify", ["16", "512", "0.5", "1e-05", "unchecked", "reference", "auto"]),
     ("export-packed", ["mma", "float16", "svdq"]),
 ])  # fmt: skip
 def test_help_shows_the_defaults_of_the_method(svdq, command, shown):
@@ -109,6 +109,7 @@ def model(toy):
     (["calibrate", "MODEL", "-o", "S", "--data", "IDS", "--only", "qproj"], ["--only 'qproj'", "matches none"]),
     (["verify", "OUT"], ["--model"]),
     (["verify", "nowhere", "--model", "MODEL"], ["nowhere"]),
+    (["verify", "FILE", "--model", "MODEL", "--kernels", "fast"], ["--kernels", "fast", "reference", "cuda"]),
     (["verify", "MODEL/model.safetensors", "--model", "MODEL"], ["quantization_config", "svdq quantize"]),
     (["inspect", "nowhere"], ["nowhere"]),
     (["export-packed", "nowhere", "OUT"], ["nowhere"]),

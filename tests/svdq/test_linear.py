@@ -8,8 +8,11 @@ import torch
 from safetensors import safe_open
 
 from svdq.errors import CheckpointError, SvdqError
+from svdq.grid import pack_nibbles
+from svdq.kernels import layout
 from svdq.linear import W4A4Linear, load_quantized
 
+SUFFIXES = ("qweight", "w_scales", "proj_down", "proj_up", "smooth")
 # 12 tokens: a value within float32 noise of a rounding tie gets another code and moves its token by a percent, and
 # the fewer values there are, the less likely is one. Without such a value the two paths agree to float32.
 IDS = torch.tensor([[5, 17, 101, 3, 44, 199, 0, 62, 62, 130, 8, 71]])
@@ -85,15 +88,24 @@ def test_biases_reload_as_they_were_written(quantized):
     model = load_quantized(directory, file)
     source = safetensors.torch.load_file(directory / "model.safetensors")
     for leaf in ("attn.c_attn", "mlp.c_proj"):
-        assert torch.equal(model.get_submodule(f"transformer.h.1.{leaf}").bias, source[f"transformer.h.1.{leaf}.bias"])
+        packed = model.get_submodule(f"transformer.h.1.{leaf}").packed_bias
+        wanted = source[f"transformer.h.1.{leaf}.bias"]
+        assert torch.equal(layout.MMA["channel"].unpack(packed, (len(packed),))[: len(wanted)], wanted)
 
 
 def test_stored_tensors_reload_bit_for_bit(quantized):
     directory, file = quantized("llama")
     module = load_quantized(directory, file).model.layers[1].mlp.down_proj
     with safe_open(file, "pt") as opened:
-        for suffix in ("qweight", "w_scales", "proj_down", "proj_up", "smooth"):
-            assert torch.equal(getattr(module, suffix), opened.get_tensor(f"model.layers.1.mlp.down_proj.{suffix}"))
+        stored = {s: opened.get_tensor(f"model.layers.1.mlp.down_proj.{s}") for s in SUFFIXES}
+    n, k = stored["proj_up"].shape[0], stored["proj_down"].shape[0]
+    padded_n, padded_k = module.up.shape[0], module.down.shape[0]
+    assert torch.equal(pack_nibbles(layout.unpack_codes(module.qweight)[:n, :k].contiguous()), stored["qweight"])
+    scales = layout.unpack_matrix("wscales", module.wscales, (padded_n, padded_k // 64))
+    assert torch.equal(scales[:n, : k // 64], stored["w_scales"])
+    assert torch.equal(layout.unpack_matrix("down", module.down, (padded_k, 16))[:k], stored["proj_down"])
+    assert torch.equal(layout.unpack_matrix("lora_up", module.up, (padded_n, 16))[:n], stored["proj_up"])
+    assert torch.equal(module.inv_smooth, 1 / stored["smooth"])
 
 
 def test_tables_that_no_file_holds_are_computed(quantized, original):
@@ -105,9 +117,9 @@ def test_tables_that_no_file_holds_are_computed(quantized, original):
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16)])
 def test_casting_the_model_leaves_the_stored_types_alone(quantized, cast):
     module = cast(load_quantized(*quantized("llama"))).model.layers[0].mlp.up_proj
-    assert module.qweight.dtype == torch.uint8
-    assert {module.w_scales.dtype, module.proj_down.dtype, module.proj_up.dtype} == {torch.float16}
-    assert module.smooth.dtype == torch.float32
+    assert module.qweight.dtype == torch.int8
+    assert {module.wscales.dtype, module.down.dtype, module.up.dtype} == {torch.float16}
+    assert module.inv_smooth.dtype == torch.float32
 
 
 def test_a_model_in_bfloat16_runs(quantized, distance):

@@ -1,0 +1,110 @@
+"""Compiled kernels on a GPU: loaded once a process, launched on torch's current stream.
+
+Nothing here allocates: every pointer is a torch tensor's, so that torch's allocator and CUDA graphs see all memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from svdq.kernels.compile import OLDEST, Kernel, KernelError, architecture, compile_kernel, compiler_version, cuda_core
+
+UNASKED_SHARED_BYTES = 48 * 1024  # what a block may have without asking, static and dynamic
+
+
+def launch(
+    kernel: Kernel,
+    device: torch.device,
+    grid: tuple[int, ...],
+    threads: int,
+    arguments: list[Any],
+    *,
+    shared_bytes: int = 0,
+    early: bool = False,
+) -> None:
+    """Start a kernel. Raises KernelError if it cannot be compiled or run here (see `require`).
+
+    arguments     tensors and None are pointers, int and float go as 32 bits, numpy scalars as they are
+    shared_bytes  dynamic shared memory of a block
+    early         it may start while the kernel before it still runs, and waits for its results by itself (Hopper on)
+    """
+    core = cuda_core()
+    with torch.cuda.device(device):
+        index = torch.cuda.current_device()
+        function, static_bytes, may_overlap = _loaded(kernel, index)
+        if static_bytes + shared_bytes > UNASKED_SHARED_BYTES:
+            _allow_shared(kernel, index, shared_bytes)
+        overlap = {"programmatic_stream_serialization": True} if early and may_overlap else {}
+        config = core.LaunchConfig(grid=grid, block=threads, shmem_size=shared_bytes, **overlap)
+        stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        core.launch(stream, config, function, *map(_argument, arguments))
+
+
+def require(device: torch.device) -> None:
+    """Raises KernelError, saying what to do, if this device cannot run the kernels."""
+    _architecture(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def device_architectures() -> list[str]:
+    """Of the GPUs here that are new enough for the kernels."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
+    return [architecture(capability) for capability in sorted(capabilities) if capability >= OLDEST]
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return np.int32(value)
+    return np.float32(value) if isinstance(value, float) else value
+
+
+@cache
+def _architecture(index: int) -> str:
+    arch = architecture(torch.cuda.get_device_capability(index))
+    major, minor = compiler_version()
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    if version // 1000 < major:
+        raise KernelError(
+            f"the driver knows CUDA {version // 1000}.{version % 1000 // 10}, the compiler is NVRTC {major}.{minor}; "
+            "update the driver, or change the compiler: pip uninstall nvidia-cuda-nvrtc, "
+            f"then pip install 'cuda-core[cu{version // 1000}]'"
+        )
+    return arch
+
+
+@cache
+def _loaded(kernel: Kernel, index: int) -> tuple[Any, int, bool]:
+    """(the function, its static shared bytes, whether it may start early) for the current device."""
+    arch = _architecture(index)
+    core = cuda_core()
+    core.Device(index).set_current()
+    compiled = compile_kernel(kernel, arch)
+    try:
+        function = core.ObjectCode.from_cubin(compiled.cubin).get_kernel(kernel.name)
+    except Exception as error:  # cuda-core's errors have types of their own, by version
+        raise KernelError(f"{kernel}: the driver does not load it for {arch}: {error}") from error
+    able = hasattr(core.LaunchConfig, "programmatic_stream_serialization")  # cuda-core 1.2 or newer
+    early = able and torch.cuda.get_device_capability(index) >= (9, 0)
+    return function, compiled.resources.shared_bytes, early
+
+
+@cache
+def _allow_shared(kernel: Kernel, index: int, shared_bytes: int) -> None:
+    """Ask for more dynamic shared memory than a block has unasked."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, _loaded(kernel, index)[0].handle, index)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(f"{kernel}: a block gets no {shared_bytes} bytes of shared memory ({status.name})")

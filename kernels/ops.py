@@ -1,0 +1,254 @@
+"""The kernels as torch operators, torch.ops.svdq.*: traced by torch.compile, captured by CUDA graphs.
+
+Packed operands (svdq.kernels.layout.MMA names the orders; K' and N' are K and N padded to 128, G = K'/64, and
+M' is M padded to 16):
+
+    codes    (M', K'/2) int8      order `codes`       scales   (M', G) float32        order `scales`
+    t        (shares, M', r) float32, row-major; x · proj_down is the sum over shares
+    qweight  (N', K'/2) int8      order `qweight`     wscales  (G, N') float16        order `wscales`
+    down     (K', r) float16      order `down`        up       (N', r) float16        order `lora_up`
+    bias     (N') float32         order `channel`     r a multiple of 16, 0 for none
+
+On CUDA, float16 and bfloat16 run the kernels; float32, and every type on a CPU, runs svdq.kernels.reference. Outputs
+may also be float32: the kernels' sums before their last rounding, which is what a kernel error is measured on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from svdq.kernels import compile as kernels
+from svdq.kernels import layout, reference
+from svdq.kernels.launch import launch
+
+SCALAR = {torch.float16: "f16", torch.bfloat16: "bf16"}
+OUT = {**SCALAR, torch.float32: "f32"}
+FEW_TOKENS = 16  # up to here the weights stream once, through w4a4_small_m
+
+_library = torch.library.Library("svdq", "DEF")
+_library.define(
+    "quantize_lora_down(Tensor x, Tensor down, Tensor? inv_smooth, bool rotation, float clip, Tensor? row_factor, "
+    "Tensor? norm_weight) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "w4a4_gemm_lora(Tensor codes, Tensor scales, Tensor t, Tensor qweight, Tensor wscales, Tensor up, Tensor? bias, "
+    "SymInt m, SymInt n, ScalarType dtype) -> Tensor"
+)
+_library.define("inv_rms(Tensor x, float epsilon) -> Tensor")
+_library.define(
+    "qknorm_rope(Tensor q, Tensor k, Tensor? q_norm, Tensor? k_norm, Tensor cosine, Tensor sine, float epsilon) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def shares(m: int, groups: int) -> int:
+    """Over how many blocks the quantizer spreads one panel's groups: the GEMM adds as many sums of t.
+
+    Few tokens are one panel: a block for every 4 groups, two warps for each. Many tokens fill the GPU by themselves,
+    and the GEMM would read t once more for every share.
+    """
+    return -(-groups // 4) if m <= FEW_TOKENS else min(2, -(-groups // 8))
+
+
+def _vector(weight: Tensor, x: Tensor) -> Tensor:
+    """A norm's weight as the kernels read it: of x's type, whole, 16-byte aligned."""
+    return _rows(weight.to(x.dtype)[None])[0]
+
+
+def rank_parts(rank: int) -> int:
+    """Into how many equal parts, multiples of 16 and at most 128, the quantizer cuts the columns of t."""
+    return next((parts for parts in range(1, rank) if rank % (16 * parts) == 0 and rank // parts <= 128), 1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The same matrix with rows that a kernel can read: elements adjacent, every row 16-byte aligned."""
+    aligned = x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+# ------------------------------------------------------------------------------------------- quantize_lora_down
+
+
+def quantize_lora_down(
+    x: Tensor,
+    down: Tensor,
+    inv_smooth: Tensor | None,
+    rotation: bool,
+    clip: float,
+    row_factor: Tensor | None,
+    norm_weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (m, k) → codes, scales, t: Qa(R(x · inv_smooth)) and x · proj_down, x read once.
+
+    inv_smooth   (k,) float32 or None; rotation: R is the 64-point Hadamard transform; clip: the scale is clip·absmax/7
+    row_factor   (m,) float32 and norm_weight (k,) of x's type, or both None: x is first RMS-normalized
+    """
+    if x.dtype not in SCALAR:
+        return _quantize_reference(x, down, inv_smooth, rotation, clip, row_factor, norm_weight)
+    _check_quantize(x, down, row_factor, norm_weight)
+    x = _rows(x)
+    norm_weight = None if norm_weight is None else _vector(norm_weight, x)
+    m, k = x.shape
+    padded_k, rank = down.shape
+    groups, panels = padded_k // layout.TILE_K, -(-m // layout.PANEL)
+    codes, scales, t = _quantize_empty(x, down)
+    if panels:
+        parts = rank_parts(rank)
+        launch(
+            kernels.quantize_kernel(SCALAR[x.dtype], rank // parts, 1 if m <= FEW_TOKENS else 2),
+            x.device,
+            (panels, t.shape[0], parts),
+            256,
+            [
+                x, np.int64(x.stride(0)), m, k, groups, down, inv_smooth, int(rotation), float(clip), row_factor,
+                norm_weight, codes, scales, t, rank,
+            ],
+            early=True,
+        )  # fmt: skip
+    return codes, scales, t
+
+
+def _quantize_empty(x: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    padded_k, rank = down.shape
+    groups = padded_k // layout.TILE_K
+    rows = (x.shape[0] + layout.PANEL - 1) // layout.PANEL * layout.PANEL
+    return (
+        x.new_empty((rows, padded_k // 2), dtype=torch.int8),
+        x.new_empty((rows, groups), dtype=torch.float32),
+        x.new_empty((shares(x.shape[0], groups), rows, rank), dtype=torch.float32),
+    )
+
+
+def _check_quantize(x: Tensor, down: Tensor, row_factor: Tensor | None, norm_weight: Tensor | None) -> None:
+    k, padded_k = x.shape[1], down.shape[0]
+    if k % layout.TILE_K or not 0 <= padded_k - k < layout.PAD_K:
+        raise ValueError(
+            f"quantize_lora_down: x has {k} channels, the packed weight is made for {padded_k} padded ones"
+        )
+    if (row_factor is None) != (norm_weight is None):
+        raise ValueError("quantize_lora_down: row_factor and norm_weight go together")
+
+
+def _quantize_reference(x, down, inv_smooth, rotation, clip, row_factor, norm_weight):
+    _check_quantize(x, down, row_factor, norm_weight)
+    parts = shares(x.shape[0], down.shape[0] // layout.TILE_K)
+    return reference.quantize_lora_down(x, down, inv_smooth, rotation, clip, row_factor, norm_weight, parts)
+
+
+def _quantize_fake(x, down, inv_smooth, rotation, clip, row_factor, norm_weight):
+    return _quantize_empty(x, down)
+
+
+# ------------------------------------------------------------------------------------------- w4a4_gemm_lora
+
+
+def w4a4_gemm_lora(
+    codes: Tensor,
+    scales: Tensor,
+    t: Tensor,
+    qweight: Tensor,
+    wscales: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """→ y (m, n) of dtype: group sums, t · proj_upᵀ, bias, one rounding. n counts from the first packed column."""
+    if dtype not in OUT:
+        return reference.w4a4_gemm_lora(codes, scales, t, qweight, wscales, up, bias, m, n, dtype)
+    y = codes.new_empty((m, n), dtype=dtype)
+    groups, rank = wscales.shape[0], up.shape[1]
+    if not m or not n:
+        return y
+    arguments = [codes, scales, t, t.shape[0], qweight, wscales, up, bias, y, m, n, groups, rank]
+    if m > FEW_TOKENS:
+        blocks = -(-m // layout.TILE_N) * -(-n // layout.TILE_N)
+        launch(kernels.gemm_kernel(OUT[dtype]), codes.device, (blocks,), 256, arguments)
+    else:
+        shared_bytes = rank * 32 + layout.PANEL * rank * 4  # proj_up of 16 columns, t
+        kernel = kernels.small_m_kernel(OUT[dtype])
+        launch(kernel, codes.device, (-(-n // 16),), 256, arguments, shared_bytes=shared_bytes, early=True)
+    return y
+
+
+def _gemm_fake(codes, scales, t, qweight, wscales, up, bias, m, n, dtype):
+    return codes.new_empty((m, n), dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------- inv_rms, qknorm_rope
+
+
+def inv_rms(x: Tensor, epsilon: float) -> Tensor:
+    """x (m, k) → (m,) float32: 1 / sqrt(mean(x²) + epsilon) of every row."""
+    if x.dtype not in SCALAR or x.shape[1] % 8:
+        return reference.inv_rms(x, epsilon)
+    x = _rows(x)
+    factor = x.new_empty(x.shape[0], dtype=torch.float32)
+    if x.shape[0]:
+        arguments = [x, np.int64(x.stride(0)), x.shape[1], float(epsilon), factor]
+        launch(kernels.inv_rms_kernel(SCALAR[x.dtype]), x.device, (x.shape[0],), 128, arguments, early=True)
+    return factor
+
+
+def _inv_rms_fake(x, epsilon):
+    return x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def qknorm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """q (tokens, heads, d), k (tokens, k_heads, d) → both RMS-normalized per head and rotated, contiguous.
+
+    q_norm, k_norm  (d,) or both None for no norm
+    cosine, sine    (positions, d), positions a divisor of tokens: token i takes row i modulo positions
+    """
+    d = q.shape[-1]
+    if q.dtype not in SCALAR or d not in kernels.HEAD_DIMS:
+        return reference.qknorm_rope(q, k, q_norm, k_norm, cosine, sine, epsilon)
+    q, k = (x if _pairs_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    cosine, sine = (table.to(q.dtype).contiguous() for table in (cosine, sine))
+    q_norm, k_norm = (None if weight is None else _vector(weight, q) for weight in (q_norm, k_norm))
+    q_out, k_out = _rope_fake(q, k, q_norm, k_norm, cosine, sine, epsilon)
+    tokens, heads = q.shape[0], q.shape[1] + k.shape[1]
+    if tokens:
+        launch(
+            kernels.rope_kernel(SCALAR[q.dtype], d),
+            q.device,
+            (-(-tokens * heads // 4),),
+            128,
+            [
+                q, np.int64(q.stride(0)), k, np.int64(k.stride(0)), q_norm, k_norm, cosine, sine, q_out, k_out, tokens,
+                q.shape[1], k.shape[1], len(cosine), float(epsilon),
+            ],
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def _pairs_aligned(x: Tensor) -> bool:
+    """Whether heads lie together and every two neighbours of a row can be read as one 4-byte word."""
+    words = x.stride(0) * x.element_size() % 4 == 0 and x.data_ptr() % 4 == 0
+    return words and x.stride()[1:] == (x.shape[-1], 1)
+
+
+def _rope_fake(q, k, q_norm, k_norm, cosine, sine, epsilon):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+for _name, _cuda, _cpu, _fake in (
+    ("quantize_lora_down", quantize_lora_down, _quantize_reference, _quantize_fake),
+    ("w4a4_gemm_lora", w4a4_gemm_lora, reference.w4a4_gemm_lora, _gemm_fake),
+    ("inv_rms", inv_rms, reference.inv_rms, _inv_rms_fake),
+    ("qknorm_rope", qknorm_rope, reference.qknorm_rope, _rope_fake),
+):
+    _library.impl(_name, _cuda, "CUDA")
+    _library.impl(_name, _cpu, "CPU")
+    torch.library.register_fake(f"svdq::{_name}", _fake, lib=_library)

@@ -1,0 +1,185 @@
+"""One linear, checked: what its format costs and, apart from it, what the path adds that computes it.
+
+quantization error  the dequantized math in float64 against the original layer, on the original's inputs
+kernel error        a path that computes the layer from packed operands against the same dequantized math in float64
+
+Two paths. The reference computes in float32, from operands packed and unpacked again. The CUDA kernels run on 16-bit
+inputs: they are measured against the dequantized math on the very inputs they read, by the sums they hold before the
+last rounding, so that neither the input's rounding nor the output's counts. Their activation codes and scales must be
+the CPU's bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from svdq.errors import ConfigError
+from svdq.export import DTYPES, pack_layers, packed_sizes, unpack_layers
+from svdq.grid import INT4_ACTIVATION
+from svdq.kernels import layout
+from svdq.kernels.launch import require
+from svdq.kernels.ops import FEW_TOKENS
+from svdq.kernels.reference import w4a4_linear
+from svdq.linear import W4A4Linear
+from svdq.models import Model, compute_dtype
+from svdq.quantized import Layer, QuantizedFile
+
+_CPU = torch.device("cpu")
+
+
+def layer_errors(
+    weight: Tensor, bias: Tensor | None, layer: Layer, x: Tensor, kernels: KernelLinear | None = None
+) -> dict[str, Any]:
+    """Both errors of one layer on inputs x (tokens, k): see the module. weight (n, k), bias (n,) are the original's.
+
+    kernels  the same layer as the kernels run it, with a bias or not; None for the reference
+    """
+    wide = x.double()
+    wanted = wide @ weight.double().t()
+    if bias is not None:
+        wanted += bias.double()
+    exact = w4a4_linear(
+        wide, layer.weight_hat(torch.float64), layer.proj_down, layer.proj_up, layer.bias, layer.transform
+    )
+    difference = exact - wanted
+    per_token = difference.square().sum(1) / wanted.square().sum(1).clamp_min(1e-300)
+    again, roundtrip = repacked(layer)
+    if kernels is not None:
+        path = kernel_errors(kernels, x)
+    else:
+        y = w4a4_linear(x.float(), again.weight_hat(), again.proj_down, again.proj_up, again.bias, again.transform)
+        path = {"kernel_error": ratio(y.double() - exact, exact), "kernel_dtype": "float32"}
+    return {
+        "quantization_error": ratio(difference, wanted),
+        "token_error": per_token.mean().sqrt().item(),
+        "roundtrip": roundtrip,
+        **path,
+    }
+
+
+def ratio(difference: Tensor, reference: Tensor) -> float:
+    denominator = reference.norm().item()
+    return difference.norm().item() / denominator if denominator > 0 else difference.norm().item()
+
+
+def repacked(layer: Layer) -> tuple[Layer, bool]:
+    """The layer after pack and unpack, and whether it is the same bit for bit."""
+    dtype = layer.scales.dtype
+    part = unpack_layers(pack_layers([layer], dtype), packed_sizes([layer]))[0]
+    smooth = part.pop("smooth")
+    transform = replace(layer.transform, smooth=None if layer.transform.smooth is None else smooth.float())
+    again = Layer(name=layer.name, transform=transform, **part)
+    pairs = [(getattr(layer, f), getattr(again, f)) for f in ("codes", "scales", "proj_down", "proj_up")]
+    if layer.transform.smooth is not None:
+        pairs.append((layer.transform.smooth, again.transform.smooth))
+    if layer.bias is not None and layer.bias.dtype == dtype:
+        pairs.append((layer.bias, again.bias))
+    else:
+        again.bias = layer.bias  # a float32 bias is cast when it is packed; that is no error of the path
+    return again, all(torch.equal(a, b) for a, b in pairs)
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+
+
+def require_kernels(device: torch.device) -> None:
+    """Raises ConfigError or KernelError, saying what is missing, if the CUDA kernels cannot run on this device."""
+    if device.type == "cuda":
+        require(device)
+    elif torch.cuda.is_available():
+        raise ConfigError(f"--kernels cuda: the device is {device}; use --device cuda, or --kernels reference")
+    else:
+        raise ConfigError(f"--kernels cuda: found no CUDA device (torch {torch.__version__}); use --kernels reference")
+
+
+def kernel_dtype(model: Model, quantized: QuantizedFile) -> torch.dtype:
+    """What the kernels' inputs are cast to: bfloat16 if config.json or a packed file says so, else float16.
+
+    Where config.json names no type, that of the stored weights decides.
+    """
+    named = model.config.get("dtype") or model.config.get("torch_dtype")
+    if named is None:
+        named = str(compute_dtype(model, torch.device("cuda"))).removeprefix("torch.")
+    return DTYPES["bfloat16" if "bfloat16" in (named, quantized.config["packing"].get("dtype")) else "float16"]
+
+
+class KernelLinear:
+    """A layer as the kernels run it, on inputs cast to a 16-bit type. On a CPU the same operators run the reference.
+
+    dtype  becomes bfloat16 for good where float16 overflows: on an input, or on an output that is finite in bfloat16
+    """
+
+    def __init__(self, layer: Layer, dtype: torch.dtype):
+        self.layer, self.dtype = layer, dtype
+        self.packed = W4A4Linear(layer)
+
+    def cast(self, x: Tensor) -> Tensor:
+        half = x.to(self.dtype)
+        if self.dtype == torch.float16 and x.isfinite().all() and not half.isfinite().all():
+            self.dtype = torch.bfloat16
+            half = x.to(self.dtype)
+        return half
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (..., k) → (..., n) of x's type."""
+        y = self.packed(self.cast(x))
+        if self.dtype == torch.float16 and x.isfinite().all() and not y.isfinite().all():
+            wide = self.packed(x.to(torch.bfloat16))
+            if wide.isfinite().all():
+                self.dtype, y = torch.bfloat16, wide
+        return y.to(x.dtype)
+
+
+@torch.no_grad()
+def kernel_errors(kernels: KernelLinear, x: Tensor) -> dict[str, Any]:
+    """The kernel error on x (tokens, k) and how many activation codes and scales are not the CPU's: see the module.
+
+    All tokens are run at once, then the first FEW_TOKENS of them, which is another kernel; the larger error counts.
+    Fewer tokens than it takes to reach both are repeated.
+    """
+    layer, packed = kernels.layer, kernels.packed
+    half = kernels.cast(x.to(packed.qweight.device))
+    if len(half) <= FEW_TOKENS:
+        half = half.repeat(FEW_TOKENS // len(half) + 1, 1)
+    codes, scales = layer.transform.to(_CPU).quantize(half.to(_CPU))
+    exact = _dequantized(layer, half, codes, scales)
+    errors, differ = [], 0
+    for m in (len(half), FEW_TOKENS):
+        y, found_codes, found_scales = _run(packed, half[:m])
+        errors.append(ratio(y.double() - exact[:m], exact[:m]))
+        differ += _differing(found_codes, codes[:m]) + _differing(found_scales, scales[:m])
+    return {
+        "kernel_error": torch.tensor(errors, dtype=torch.float64).max().item(),  # NaN if one of them is
+        "codes_differ": differ,
+        "kernel_dtype": str(half.dtype).removeprefix("torch."),
+    }
+
+
+def _dequantized(layer: Layer, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """The layer in float64, (m, n), on x's device; codes and scales are x's, from the CPU."""
+    wide = torch.float64
+    y = INT4_ACTIVATION.decode(codes.to(x.device), scales.to(x.device), wide) @ layer.weight_hat(wide).t()
+    if layer.proj_up.shape[1]:
+        y += (x.to(wide) @ layer.proj_down.to(wide)) @ layer.proj_up.to(wide).t()
+    return y if layer.bias is None else y + layer.bias.to(wide)
+
+
+def _run(packed: W4A4Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward with its float32 sums (m, n) as output; the codes (m, k) and scales (m, k/64) on the CPU."""
+    m, k = x.shape
+    activation = (packed.down, packed.inv_smooth, packed.rotation, packed.clip, None, None)
+    codes, scales, t = torch.ops.svdq.quantize_lora_down(x, *activation)
+    weight = (packed.qweight, packed.wscales, packed.up, packed.packed_bias)
+    y = torch.ops.svdq.w4a4_gemm_lora(codes, scales, t, *weight, m, packed.out_features, torch.float32)
+    codes = layout.unpack_codes(codes.to(_CPU), "codes")[:m, :k]
+    scales = layout.unpack_matrix("scales", scales.to(_CPU), tuple(scales.shape))[:m, : k // layout.TILE_K]
+    return y, codes, scales
+
+
+def _differing(found: Tensor, wanted: Tensor) -> int:
+    """How many elements are not equal, NaN being equal to NaN."""
+    return int(((found != wanted) & ~(found.isnan() & wanted.isnan())).sum())

@@ -1,6 +1,6 @@
 """The CUDA kernels on one GPU: correct first, then timed beside cuBLAS bfloat16 in the same run.
 
-python benchmarks/kernels.py [--profile M,K,N]     (results/kernels_h200.txt holds its output)
+python benchmarks/kernels.py [--profile M,K,N]     (kernels_gpu.sh runs it with all the rest that needs a GPU)
 
 Every time is the median over replays of a CUDA graph of many calls, each with weights of its own (together larger than
 the second-level cache), the candidates of a shape taken in turn. Up to 16 tokens x is one buffer: in the cache, as the

@@ -5,6 +5,7 @@ Nothing here allocates: every pointer is a torch tensor's, so that torch's alloc
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from svdq.kernels.compile import OLDEST, Kernel, KernelError, architecture, compile_kernel, compiler_version, cuda_core
 
 UNASKED_SHARED_BYTES = 48 * 1024  # what a block may have without asking, static and dynamic
+_loading = threading.Lock()  # two threads would load a kernel twice and allow only one of the two its shared memory
 
 
 def launch(
@@ -36,9 +38,12 @@ def launch(
     core = cuda_core()
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
-        function, static_bytes, may_overlap = _loaded(kernel, index)
+        with _loading:
+            function, static_bytes, may_overlap = _loaded(kernel, index)
         if static_bytes + shared_bytes > UNASKED_SHARED_BYTES:
-            _allow_shared(kernel, index, shared_bytes)
+            most = _allow_shared(kernel, index)
+            if shared_bytes > most:
+                raise KernelError(f"{kernel}: a block here gets {most} bytes of shared memory; wanted {shared_bytes}")
         overlap = {"programmatic_stream_serialization": True} if early and may_overlap else {}
         config = core.LaunchConfig(grid=grid, block=threads, shmem_size=shared_bytes, **overlap)
         stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
@@ -47,6 +52,9 @@ def launch(
 
 def require(device: torch.device) -> None:
     """Raises KernelError, saying what to do, if this device cannot run the kernels."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise KernelError(f"device {device}: found {count} CUDA devices (torch {torch.__version__}); use device='cpu'")
     _architecture(device.index if device.index is not None else torch.cuda.current_device())
 
 
@@ -100,11 +108,19 @@ def _loaded(kernel: Kernel, index: int) -> tuple[Any, int, bool]:
 
 
 @cache
-def _allow_shared(kernel: Kernel, index: int, shared_bytes: int) -> None:
-    """Ask for more dynamic shared memory than a block has unasked."""
+def _allow_shared(kernel: Kernel, index: int) -> int:
+    """Let a block have all the dynamic shared memory there is. Returns the bytes.
+
+    Not what one launch needs: the limit is the kernel's, and a launch that needs less would lower it for the others.
+    """
     from cuda.bindings import driver
 
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, _loaded(kernel, index)[0].handle, index)
+    function, static_bytes, _ = _loaded(kernel, index)
+    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    status, most = driver.cuDeviceGetAttribute(kind, index)
+    if status == driver.CUresult.CUDA_SUCCESS:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(attribute, most - static_bytes, function.handle, index)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"{kernel}: a block gets no {shared_bytes} bytes of shared memory ({status.name})")
+        raise KernelError(f"{kernel}: a block gets no more shared memory than {UNASKED_SHARED_BYTES} ({status.name})")
+    return most - static_bytes

@@ -62,6 +62,25 @@ def rank_parts(rank: int) -> int:
     return next((parts for parts in range(1, rank) if rank % (16 * parts) == 0 and rank // parts <= 128), 1)
 
 
+def _check(operator: str, x: Tensor, *operands: tuple[str, Tensor | None, tuple[int, ...], torch.dtype | None]) -> None:
+    """Raises ValueError for the first of (name, tensor, shape, dtype) that is not that, contiguous and where x is.
+
+    A kernel reads what these sizes say, whatever the tensor holds. No dtype: the operator converts and copies it.
+    """
+    for name, tensor, shape, dtype in operands:
+        if tensor is None:
+            continue
+        right = tensor.shape == shape and tensor.device == x.device
+        if dtype is not None:
+            right = right and tensor.dtype == dtype and tensor.is_contiguous()
+        if not right:
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}, strides {list(tensor.stride())}"
+            wanted = f"{dtype or tensor.dtype} {list(shape)} on {x.device}, contiguous"
+            raise ValueError(f"{operator}: {name}: found {found}; wanted {wanted}")
+        if tensor.is_cuda and dtype is not None and name != "row_factor" and tensor.data_ptr() % 16:
+            raise ValueError(f"{operator}: {name}: found at {tensor.data_ptr():#x}; wanted it 16-byte aligned")
+
+
 def _rows(x: Tensor) -> Tensor:
     """The same matrix with rows that a kernel can read: elements adjacent, every row 16-byte aligned."""
     aligned = x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
@@ -87,7 +106,7 @@ def quantize_lora_down(
     """
     if x.dtype not in SCALAR:
         return _quantize_reference(x, down, inv_smooth, rotation, clip, row_factor, norm_weight)
-    _check_quantize(x, down, row_factor, norm_weight)
+    _check_quantize(x, down, inv_smooth, row_factor, norm_weight)
     x = _rows(x)
     norm_weight = None if norm_weight is None else _vector(norm_weight, x)
     m, k = x.shape
@@ -121,18 +140,31 @@ def _quantize_empty(x: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _check_quantize(x: Tensor, down: Tensor, row_factor: Tensor | None, norm_weight: Tensor | None) -> None:
-    k, padded_k = x.shape[1], down.shape[0]
-    if k % layout.TILE_K or not 0 <= padded_k - k < layout.PAD_K:
-        raise ValueError(
-            f"quantize_lora_down: x has {k} channels, the packed weight is made for {padded_k} padded ones"
-        )
+def _check_quantize(
+    x: Tensor, down: Tensor, inv_smooth: Tensor | None, row_factor: Tensor | None, norm_weight: Tensor | None
+) -> None:
+    operator = "quantize_lora_down"
+    if x.dim() != 2 or down.dim() != 2:
+        raise ValueError(f"{operator}: found x {list(x.shape)}, down {list(down.shape)}; wanted two matrices")
+    (m, k), (padded_k, rank) = x.shape, down.shape
+    if not k or k % layout.TILE_K or padded_k != layout.round_up(k, layout.PAD_K):
+        raise ValueError(f"{operator}: x has {k} channels, the packed weight is made for {padded_k} padded ones")
+    if rank % layout.RANK_TILE:
+        raise ValueError(f"{operator}: down: found rank {rank}; wanted a multiple of {layout.RANK_TILE}")
     if (row_factor is None) != (norm_weight is None):
-        raise ValueError("quantize_lora_down: row_factor and norm_weight go together")
+        raise ValueError(f"{operator}: row_factor and norm_weight go together")
+    _check(
+        operator,
+        x,
+        ("down", down, (padded_k, rank), torch.float16),
+        ("inv_smooth", inv_smooth, (k,), torch.float32),
+        ("row_factor", row_factor, (m,), torch.float32),
+        ("norm_weight", norm_weight, (k,), None),
+    )
 
 
 def _quantize_reference(x, down, inv_smooth, rotation, clip, row_factor, norm_weight):
-    _check_quantize(x, down, row_factor, norm_weight)
+    _check_quantize(x, down, inv_smooth, row_factor, norm_weight)
     parts = shares(x.shape[0], down.shape[0] // layout.TILE_K)
     return reference.quantize_lora_down(x, down, inv_smooth, rotation, clip, row_factor, norm_weight, parts)
 
@@ -158,13 +190,14 @@ def w4a4_gemm_lora(
 ) -> Tensor:
     """→ y (m, n) of dtype: group sums, t · proj_upᵀ, bias, one rounding. n counts from the first packed column."""
     if dtype not in OUT:
-        return reference.w4a4_gemm_lora(codes, scales, t, qweight, wscales, up, bias, m, n, dtype)
+        return _gemm_reference(codes, scales, t, qweight, wscales, up, bias, m, n, dtype)
+    _check_gemm(codes, scales, t, qweight, wscales, up, bias, m, n)
     y = codes.new_empty((m, n), dtype=dtype)
     groups, rank = wscales.shape[0], up.shape[1]
     if not m or not n:
         return y
     arguments = [codes, scales, t, t.shape[0], qweight, wscales, up, bias, y, m, n, groups, rank]
-    if m > FEW_TOKENS:
+    if m > FEW_TOKENS or groups < 4:  # the small kernel loads 4 groups together
         blocks = -(-m // layout.TILE_N) * -(-n // layout.TILE_N)
         launch(kernels.gemm_kernel(OUT[dtype]), codes.device, (blocks,), 256, arguments)
     else:
@@ -172,6 +205,48 @@ def w4a4_gemm_lora(
         kernel = kernels.small_m_kernel(OUT[dtype])
         launch(kernel, codes.device, (-(-n // 16),), 256, arguments, shared_bytes=shared_bytes, early=True)
     return y
+
+
+def _check_gemm(
+    codes: Tensor,
+    scales: Tensor,
+    t: Tensor,
+    qweight: Tensor,
+    wscales: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+) -> None:
+    operator = "w4a4_gemm_lora"
+    if (wscales.dim(), up.dim(), t.dim()) != (2, 2, 3):
+        found = f"wscales {list(wscales.shape)}, up {list(up.shape)}, t {list(t.shape)}"
+        raise ValueError(f"{operator}: found {found}; wanted two matrices, and three dimensions of t")
+    (groups, padded_n), rank, rows = wscales.shape, up.shape[1], layout.round_up(m, layout.PANEL)
+    if not groups or padded_n % layout.TILE_N or rank % layout.RANK_TILE:
+        found = f"{groups} groups, {padded_n} columns, rank {rank}"
+        wanted = f"groups, columns in multiples of {layout.TILE_N}, the rank in multiples of {layout.RANK_TILE}"
+        raise ValueError(f"{operator}: found {found}; wanted {wanted}")
+    if m < 0 or not 0 <= n <= padded_n:
+        raise ValueError(f"{operator}: found m {m}, n {n}; wanted m at least 0, n from 0 to {padded_n}")
+    _check(
+        operator,
+        codes,
+        ("codes", codes, (rows, groups * layout.TILE_K // 2), torch.int8),
+        ("scales", scales, (rows, groups), torch.float32),
+        ("t", t, (t.shape[0], rows, rank), torch.float32),
+        ("qweight", qweight, (padded_n, groups * layout.TILE_K // 2), torch.int8),
+        ("wscales", wscales, (groups, padded_n), torch.float16),
+        ("up", up, (padded_n, rank), torch.float16),
+        ("bias", bias, (padded_n,), torch.float32),
+    )
+    if max(t.numel(), codes.numel() // 16) >= 2**31:  # the kernels count both, codes by vectors, in 32 bits
+        raise ValueError(f"{operator}: {m} rows are too many at once for rank {rank} and {groups} groups")
+
+
+def _gemm_reference(codes, scales, t, qweight, wscales, up, bias, m, n, dtype):
+    _check_gemm(codes, scales, t, qweight, wscales, up, bias, m, n)
+    return reference.w4a4_gemm_lora(codes, scales, t, qweight, wscales, up, bias, m, n, dtype)
 
 
 def _gemm_fake(codes, scales, t, qweight, wscales, up, bias, m, n, dtype):
@@ -183,14 +258,20 @@ def _gemm_fake(codes, scales, t, qweight, wscales, up, bias, m, n, dtype):
 
 def inv_rms(x: Tensor, epsilon: float) -> Tensor:
     """x (m, k) → (m,) float32: 1 / sqrt(mean(x²) + epsilon) of every row."""
-    if x.dtype not in SCALAR or x.shape[1] % 8:
-        return reference.inv_rms(x, epsilon)
+    if x.dtype not in SCALAR or x.dim() != 2 or x.shape[1] % 8:
+        return _inv_rms_reference(x, epsilon)
     x = _rows(x)
     factor = x.new_empty(x.shape[0], dtype=torch.float32)
     if x.shape[0]:
         arguments = [x, np.int64(x.stride(0)), x.shape[1], float(epsilon), factor]
         launch(kernels.inv_rms_kernel(SCALAR[x.dtype]), x.device, (x.shape[0],), 128, arguments, early=True)
     return factor
+
+
+def _inv_rms_reference(x, epsilon):
+    if x.dim() != 2:
+        raise ValueError(f"inv_rms: x: found {list(x.shape)}; wanted a matrix")
+    return reference.inv_rms(x, epsilon)
 
 
 def _inv_rms_fake(x, epsilon):
@@ -213,7 +294,8 @@ def qknorm_rope(
     """
     d = q.shape[-1]
     if q.dtype not in SCALAR or d not in kernels.HEAD_DIMS:
-        return reference.qknorm_rope(q, k, q_norm, k_norm, cosine, sine, epsilon)
+        return _rope_reference(q, k, q_norm, k_norm, cosine, sine, epsilon)
+    _check_rope(q, k, q_norm, k_norm, cosine, sine)
     q, k = (x if _pairs_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     cosine, sine = (table.to(q.dtype).contiguous() for table in (cosine, sine))
     q_norm, k_norm = (None if weight is None else _vector(weight, q) for weight in (q_norm, k_norm))
@@ -233,6 +315,34 @@ def qknorm_rope(
     return q_out, k_out
 
 
+def _check_rope(
+    q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cosine: Tensor, sine: Tensor
+) -> None:
+    operator = "qknorm_rope"
+    if (q.dim(), k.dim(), k.dtype) != (3, 3, q.dtype) or q.shape[2] % 2:
+        found = f"q {q.dtype} {list(q.shape)}, k {k.dtype} {list(k.shape)}"
+        raise ValueError(f"{operator}: found {found}; wanted (tokens, heads, d) of one type, d even")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError(f"{operator}: q_norm and k_norm go together")
+    (tokens, _, d), positions = q.shape, len(cosine)
+    if tokens and (not positions or tokens % positions):
+        raise ValueError(f"{operator}: cosine: found {positions} rows; wanted a divisor of {tokens} tokens")
+    _check(
+        operator,
+        q,
+        ("k", k, (tokens, k.shape[1], d), None),
+        ("q_norm", q_norm, (d,), None),
+        ("k_norm", k_norm, (d,), None),
+        ("cosine", cosine, (positions, d), None),
+        ("sine", sine, (positions, d), None),
+    )
+
+
+def _rope_reference(q, k, q_norm, k_norm, cosine, sine, epsilon):
+    _check_rope(q, k, q_norm, k_norm, cosine, sine)
+    return reference.qknorm_rope(q, k, q_norm, k_norm, cosine, sine, epsilon)
+
+
 def _pairs_aligned(x: Tensor) -> bool:
     """Whether heads lie together and every two neighbours of a row can be read as one 4-byte word."""
     words = x.stride(0) * x.element_size() % 4 == 0 and x.data_ptr() % 4 == 0
@@ -245,9 +355,9 @@ def _rope_fake(q, k, q_norm, k_norm, cosine, sine, epsilon):
 
 for _name, _cuda, _cpu, _fake in (
     ("quantize_lora_down", quantize_lora_down, _quantize_reference, _quantize_fake),
-    ("w4a4_gemm_lora", w4a4_gemm_lora, reference.w4a4_gemm_lora, _gemm_fake),
-    ("inv_rms", inv_rms, reference.inv_rms, _inv_rms_fake),
-    ("qknorm_rope", qknorm_rope, reference.qknorm_rope, _rope_fake),
+    ("w4a4_gemm_lora", w4a4_gemm_lora, _gemm_reference, _gemm_fake),
+    ("inv_rms", inv_rms, _inv_rms_reference, _inv_rms_fake),
+    ("qknorm_rope", qknorm_rope, _rope_reference, _rope_fake),
 ):
     _library.impl(_name, _cuda, "CUDA")
     _library.impl(_name, _cpu, "CPU")

@@ -63,6 +63,8 @@ class _Packed(nn.Module):
 
     def run(self, x: Tensor, row_factor: Tensor | None, norm_weight: Tensor | None, n: int) -> Tensor:
         """x (..., k) → (..., n), n counted in packed columns. With a row factor, x is RMS-normalized on the way in."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"{type(self).__name__}: x has {x.shape[-1]} channels; wanted {self.in_features}")
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))

@@ -145,8 +145,9 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Hopper and newer may start a kernel while the one before it still runs: the first says when the next may start, the
-// second waits until all that the one before has written is visible. What is read after the wait must not be declared
-// __restrict__, or the compiler reads it through the cache of constants.
+// second waits until all that the one before has written is visible. What that one may write must not be declared
+// __restrict__, or the compiler reads it through the cache of constants, perhaps ahead of the wait. What is read ahead of
+// the wait, the weights, must be older than the kernel before.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -210,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             unpack_row(v[h], next[h], in, factor[h], column);
             if (HALVES == 2) load_row(next[h], in, row + 8 * h, after);  // else there is no group after
         }
-        if constexpr (RANK > 0) multiply_down(sums, v[0], v[1], lane_down + group * rank * 8);
+        if constexpr (RANK > 0)
+            if (HALVES == 2 || !first_half || !few) multiply_down(sums, v[0], v[1], lane_down + group * rank * 8);
         if (blockIdx.z) continue;
         const long long tile = static_cast<long long>(panel) * groups + group;
 #pragma unroll

@@ -3,7 +3,7 @@
 // A block owns a strip of 16 columns; its warps share the groups, each a run of neighbours, 8 of them in flight. Weights
 // are operand a (16 columns of W) and activations operand b (8 rows of x), so that up to 8 rows cost one product. The
 // first loads are on their way before the kernel that makes the activations has ended. Warps' sums are added in their
-// order. Pointers as in w4a4_gemm_lora, with one panel.
+// order. Pointers as in w4a4_gemm_lora, with one panel; groups is at least CHUNK.
 //
 // Dynamic shared memory: proj_up of the strip, rank · 32 bytes, and t, 16 · rank floats.
 #include "common.cuh"
@@ -14,28 +14,23 @@ constexpr int CHUNK = 4;  // groups loaded together, while the CHUNK before is u
 
 struct Chunk {
     uint4 words[CHUNK];
-    u32 scales[CHUNK];  // of columns g and g+8
+    uint2 scales[CHUNK];  // float16, of the columns 2·(lane / 8) and one on (x), the same of the second eight (y)
 };
 
-// Groups first .. first+3 of a strip, as far as they lie before end; zeros with scale 0 after that: they add nothing.
-__device__ __forceinline__ void load_chunk(Chunk& chunk, const uint4* qweight, const u16* wscales, int strip, int groups, int first, int end,
-                                           int lane) {
+// The weights of CHUNK neighbouring groups of a strip, from `start` on, which all exist.
+__device__ __forceinline__ void load_chunk(Chunk& chunk, const uint4* qweight, const u16* wscales, int strip, int groups, int start, int lane) {
+    const int tile = strip / 8 * groups + start;
+    const uint4* words = qweight + (tile * 8 + strip % 8) * STRIP_VECTORS + lane;
+    const u16* scales = wscales + tile * wscales_g + strip % 8 * wscales_na + lane / 8 * wscales_nc;
 #pragma unroll
     for (int i = 0; i < CHUNK; i++) {
-        const int group = first + i;
-        chunk.words[i] = make_uint4(0, 0, 0, 0);
-        chunk.scales[i] = 0;
-        if (group < end) {
-            const int tile = strip / 8 * groups + group;
-            chunk.words[i] = load_once(qweight + (tile * 8 + strip % 8) * STRIP_VECTORS + lane);
-            const u16* from = wscales + tile * wscales_g + strip % 8 * wscales_na + lane / 8 * wscales_nc + lane / 4 % 2;
-            chunk.scales[i] = from[0] | static_cast<u32>(from[wscales_nb]) << 16;
-        }
+        chunk.words[i] = load_once(words + i * (8 * STRIP_VECTORS));
+        chunk.scales[i] = *reinterpret_cast<const uint2*>(scales + i * wscales_g);
     }
 }
 
-// sums += one group of the strip times the rows' codes, code[half] of rows 8·half + g. row_scale: of the rows 2c (first and
-// second half), 2c + 1 (the same).
+// sums += one group of the strip times the rows' codes, code[half] of rows 8·half + g. scales: of columns g and g+8, packed;
+// row_scale: of the rows 2c (first and second half), 2c + 1 (the same).
 __device__ __forceinline__ void add_group(float (&sums)[2][4], uint4 words, u32 scales, const uint2 (&code)[2], float4 row_scale, int m) {
     Codes<4> a;
     a.set(0, words.x);
@@ -78,9 +73,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     let_next_kernel_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, strip = blockIdx.x;
     const int run = (groups + WARPS - 1) / WARPS, begin = warp * run, end = min(begin + run, groups);
+    // A chunk starts CHUNK after the one before, or so far back that all its groups exist: those that are not the warp's, or
+    // were counted already, then get scale 0.
+    auto start_of = [&](int first) { return min(first, groups - CHUNK); };
     Chunk chunks[2];
-    load_chunk(chunks[0], qweight, wscales, strip, groups, begin, end, lane);
-    load_chunk(chunks[1], qweight, wscales, strip, groups, begin + CHUNK, end, lane);
+    load_chunk(chunks[0], qweight, wscales, strip, groups, start_of(begin), lane);
+    load_chunk(chunks[1], qweight, wscales, strip, groups, start_of(begin + CHUNK), lane);
     for (int i = threadIdx.x; i < rank * 2; i += THREADS) copy_async(shared_up + i, up + strip * rank * 2 + i);
     copy_commit();
     const int row = threadIdx.x / 16, column = threadIdx.x % 16, global_column = strip * 16 + column;  // this thread's output
@@ -89,34 +87,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     wait_for_previous_kernel();
 
     float sums[2][4] = {};  // [rows 0-7, 8-15][column g: rows 2c, 2c+1; column g+8: the same]
-    auto add_chunk = [&](Chunk& chunk, int first) {
-        uint2 code[CHUNK][2];
-        float4 row_scale[CHUNK];
+    uint2 code[CHUNK][2];
+    float4 row_scale[CHUNK];
+    auto load_activations = [&](int first) {
+        const int start = start_of(first);
+        const uint2* from = codes + start * 64 + lane;
+        const float* row_scales = scales + start * PANEL + lane % 4 * 2 * scales_ml;
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) code[i][0] = code[i][1] = make_uint2(0, 0);
+        if (lane / 4 < m)
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) code[i][0] = from[i * 64];
+        if (8 + lane / 4 < m)
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) code[i][1] = from[i * 64 + 32];
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) row_scale[i] = *reinterpret_cast<const float4*>(row_scales + i * PANEL);
+    };
+    auto use_chunk = [&](Chunk& chunk, int first) {
+        const int start = start_of(first);
+        const u32 selector = lane & 4 ? 0x7632 : 0x5410;  // which of two columns in each word
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
-            const int group = min(first + i, groups - 1);  // past the end the weights are zeros with scale 0
-            row_scale[i] = *reinterpret_cast<const float4*>(scales + group * PANEL + lane % 4 * 2 * scales_ml);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                code[i][half] = make_uint2(0, 0);
-                if (half * 8 + lane / 4 < m) code[i][half] = codes[group * 64 + half * 32 + lane];
-            }
+            const bool counts = start + i >= first && start + i < end;
+            const u32 pair = counts ? __byte_perm(chunk.scales[i].x, chunk.scales[i].y, selector) : 0;
+            add_group(sums, chunk.words[i], pair, code[i], row_scale[i], m);
         }
-        if (first == begin)  // t, while the codes are on their way
-            for (int i = threadIdx.x; i < m * rank; i += THREADS) {
-                float sum = 0.f;
-#pragma unroll 8
-                for (int share = 0; share < shares; share++) sum += t[share * PANEL * rank + i];
-                shared_t[i] = sum;
-            }
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) add_group(sums, chunk.words[i], chunk.scales[i], code[i], row_scale[i], m);
-        load_chunk(chunk, qweight, wscales, strip, groups, first + 2 * CHUNK, end, lane);
+        if (first + 2 * CHUNK < end) load_chunk(chunk, qweight, wscales, strip, groups, start_of(first + 2 * CHUNK), lane);
     };
+    load_activations(begin);
+    for (int i = threadIdx.x; i < m * rank; i += THREADS) {  // t, while the codes are on their way
+        float sum = 0.f;
+#pragma unroll 8
+        for (int share = 0; share < shares; share++) sum += t[share * PANEL * rank + i];
+        shared_t[i] = sum;
+    }
 #pragma unroll 1
-    for (int first = begin; first < begin + run; first += 2 * CHUNK) {
-        add_chunk(chunks[0], first);
-        if (first + CHUNK < begin + run) add_chunk(chunks[1], first + CHUNK);
+    for (int first = begin; first < end; first += 2 * CHUNK) {
+        if (first > begin) load_activations(first);
+        use_chunk(chunks[0], first);
+        load_activations(first + CHUNK);
+        use_chunk(chunks[1], first + CHUNK);
     }
 
     copy_wait<0>();

@@ -39,7 +39,7 @@ class Disassembly:
     target: str
     threads: int  # that a block may have
     parameters: list[int]  # their sizes in bytes
-    instructions: set[str]
+    instructions: list[str]  # in their order
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,7 @@ def disassembled(compiled, tmp_path_factory):
             re.search(r"\.target\s+(\w+)", text)[1],
             int(bound[1], 16) if bound else 65536 // (-(-compiled[pair].resources.registers // 8) * 8) // 32 * 32,
             [parameters[i] for i in range(len(parameters))],
-            set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.MULTILINE)),
+            re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.MULTILINE),
         )
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -72,11 +72,13 @@ def disassembled(compiled, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def launches():
-    """Kernel → [(threads, dynamic shared bytes, sizes of the arguments)]: what ops asks for, over ranks and sizes."""
-    seen = {}
+def recorded():
+    """(launches, early_kernels): see the two fixtures."""
+    seen, early_ones = {}, set()
 
-    def record(kernel, device, grid, threads, arguments, *, shared_bytes=0, **others):
+    def record(kernel, device, grid, threads, arguments, *, shared_bytes=0, early=False):
+        if early:
+            early_ones.add(kernel)
         sizes = [
             a.itemsize if isinstance(a, np.generic) else 4 if isinstance(a, (int, float)) else 8 for a in arguments
         ]
@@ -101,10 +103,22 @@ def launches():
                 for n in (128, 4096, 16384):
                     for rank in (*kernels.RANKS, 384, 512, 640):  # and of linears fused into one
                         rows = -(-m // 16) * 16
-                        codes, scales = empty(rows, 64, dtype=torch.int8), empty(rows, 2)
-                        weight = empty(n, 64, dtype=torch.int8), empty(2, n).half(), empty(n, rank).half(), None
+                        codes, scales = empty(rows, 128, dtype=torch.int8), empty(rows, 4)
+                        weight = empty(n, 128, dtype=torch.int8), empty(4, n).half(), empty(n, rank).half(), None
                         ops.w4a4_gemm_lora(codes, scales, empty(2, rows, rank), *weight, m, n, dtype)
-    return seen
+    return seen, early_ones
+
+
+@pytest.fixture(scope="module")
+def launches(recorded):
+    """Kernel → [(threads, dynamic shared bytes, sizes of the arguments)]: what ops asks for, over ranks and sizes."""
+    return recorded[0]
+
+
+@pytest.fixture(scope="module")
+def early_kernels(recorded):
+    """Those that may start while the kernel before them still runs."""
+    return recorded[1]
 
 
 def test_every_kernel_compiles_for_every_listed_architecture(compiled):
@@ -182,3 +196,34 @@ def test_the_down_projection_runs_on_tf32_tensor_cores(disassembled, arch):
         if (kernel.name, target) == ("quantize_lora_down", arch):
             found = {i for i in code.instructions if re.match(r"[A-Z]*MMA", i)}
             assert found == ({"HMMA.1688.F32.TF32"} if dict(kernel.constants)["RANK"] else set()), kernel
+
+
+WAIT = "ACQBULK"  # griddepcontrol.wait
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassembled, early_kernels, arch):
+    """Before the wait it may read weights, as constants or into shared memory; activations are never constants."""
+    activations = {  # by the width of a vector: codes, row scales, t; x, a row factor; x
+        "w4a4_small_m": {"LDG.E.64", "LDG.E.128", "LDG.E"},
+        "quantize_lora_down": {"LDG.E.128", "LDG.E"},
+        "inv_rms": {"LDG.E.128"},
+    }
+    codes = {pair[0]: code for pair, code in disassembled.items() if pair[1] == arch and pair[0] in early_kernels}
+    assert {kernel.name for kernel in codes} == set(activations)
+    for kernel, code in codes.items():
+        assert code.instructions.count(WAIT) == 1, kernel
+        place = code.instructions.index(WAIT)
+        before, after = (
+            [i for i in part if re.match(r"LDG\.|LD\.|STG?\.|ATOM|RED[.G]", i)]
+            for part in (code.instructions[:place], code.instructions[place:])
+        )
+        weights = {i for i in before if i.startswith("LDG.") and i.endswith(".CONSTANT")}
+        assert set(before) == weights and (not weights or kernel.name == "w4a4_small_m"), f"{kernel}: {set(before)}"
+        assert activations[kernel.name] <= set(after), f"{kernel}: {set(after)}"
+
+
+def test_only_early_kernels_wait(disassembled, early_kernels):
+    """One that does not wait reads what it likes: it must not start early."""
+    waiting = {kernel for (kernel, _), code in disassembled.items() if WAIT in code.instructions}
+    assert waiting == {kernel for kernel, _ in HALF if kernel in early_kernels}

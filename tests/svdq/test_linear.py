@@ -136,6 +136,14 @@ def test_the_leading_dimensions_of_the_input_are_kept(quantized):
     assert torch.equal(module(x).flatten(0, 1), module(x.flatten(0, 1)))
 
 
+@pytest.mark.parametrize("shape", [(3, 64), (2, 64), (192,), (1, 256)])  # 2 x 64 are as many numbers as one row
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_an_input_of_another_width_is_refused_with_both_widths(quantized, kernels, shape):
+    module = load_quantized(*quantized("llama"), kernels=kernels).model.layers[0].mlp.up_proj
+    with pytest.raises(ValueError, match=rf"W4A4Linear: x has {shape[-1]} channels; wanted 128"):
+        module(torch.ones(shape))
+
+
 def test_loading_leaves_the_random_state_alone(quantized):
     before = torch.get_rng_state()
     load_quantized(*quantized("llama"))

@@ -1,0 +1,179 @@
+// What a kernel's text needs to run on a CPU: CUDA's words, one thread per CUDA thread, and, in place of each function of
+// common.cuh that is an instruction, the same in C++ after the PTX manual. Tensor-core products gather the fragments of the
+// warp's 32 threads, so a wrong fragment order gives wrong numbers here too.
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define __shared__ static  // blocks run one after the other
+#define __CUDA_ARCH__ ARCHITECTURE
+
+struct Index {
+    int x, y, z;
+};
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t a, uint32_t b) { return {a, b}; }
+inline uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return {a, b, c, d}; }
+inline float2 make_float2(float a, float b) { return {a, b}; }
+inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+
+static thread_local Index threadIdx, blockIdx;
+static Index gridDim;
+
+struct Lanes {  // of one warp: where its threads meet, and what they show each other
+    std::unique_ptr<std::barrier<>> barrier;
+    uint32_t word[32][8];
+};
+static std::vector<Lanes> warps_of_block;
+static std::unique_ptr<std::barrier<>> block_barrier;
+static unsigned char* dynamic_shared;
+
+inline Lanes& lanes() { return warps_of_block[threadIdx.x / 32]; }
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline void __syncwarp() { lanes().barrier->arrive_and_wait(); }
+
+inline uint32_t __float_as_uint(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+inline float __uint_as_float(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+inline float __int_as_float(int i) { return __uint_as_float(i); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.f / a; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+    const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+    uint32_t picked = 0;
+    for (int i = 0; i < 4; i++) picked |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return picked;
+}
+inline float __shfl_xor_sync(uint32_t, float value, int mask) {
+    Lanes& all = lanes();
+    const int lane = threadIdx.x % 32;
+    all.word[lane][0] = __float_as_uint(value);
+    __syncwarp();
+    const float other = __uint_as_float(all.word[lane ^ mask][0]);
+    __syncwarp();
+    return other;
+}
+
+// ---- functions of common.cuh
+
+inline float float_of_half(uint32_t h) {
+    _Float16 value;
+    const uint16_t bits = h;
+    memcpy(&value, &bits, 2);
+    return value;
+}
+inline uint32_t half_of_float(float f) {
+    const _Float16 value = f;
+    uint16_t bits;
+    memcpy(&bits, &value, 2);
+    return bits;
+}
+inline uint32_t bfloat_of_float(float f) {
+    const uint32_t u = __float_as_uint(f);
+    return f != f ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+inline float2 host_widen(uint32_t pair) { return {float_of_half(pair & 0xffff), float_of_half(pair >> 16)}; }
+inline uint32_t host_narrow_half(float a, float b) { return half_of_float(a) | half_of_float(b) << 16; }
+inline uint32_t host_narrow_bfloat(float a, float b) { return bfloat_of_float(a) | bfloat_of_float(b) << 16; }
+inline float host_max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+inline void host_copy_async(void* to, const void* from) { memcpy(to, from, 16); }
+
+// d += a · b, 16 x 8 x 8; operands lose the bits below tf32's ten.
+inline void host_mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+    Lanes& all = lanes();
+    const int lane = threadIdx.x % 32;
+    const float own[6] = {a0, a1, a2, a3, b0, b1};
+    for (int i = 0; i < 6; i++) all.word[lane][i] = __float_as_uint(own[i]) & 0xffffe000u;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 8; k++) {
+            const float a = __uint_as_float(all.word[row % 8 * 4 + k % 4][k / 4 * 2 + row / 8]);
+            const float b = __uint_as_float(all.word[column * 4 + k % 4][4 + k / 4]);
+            sum += static_cast<double>(a) * b;
+        }
+        d[i] = sum;
+    }
+    __syncwarp();
+}
+
+// d = a · b + c in integers: 16 x 8 x 32 of bytes, or 16 x 8 x 64 of nibbles.
+inline void host_mma_integer(uint32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t c0, uint32_t c1, uint32_t c2,
+                             uint32_t c3) {
+    constexpr int BITS = __CUDA_ARCH__ >= 900 ? 8 : 4, PER_WORD = 32 / BITS, K = 8 * PER_WORD;
+    Lanes& all = lanes();
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) all.word[lane][i] = a[i];
+    for (int i = 0; i < 2; i++) all.word[lane][4 + i] = b[i];
+    __syncwarp();
+    const uint32_t c[4] = {c0, c1, c2, c3};
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        int sum = static_cast<int>(c[i]);
+        for (int k = 0; k < K; k++) {
+            const int at = k % (K / 2) / PER_WORD, shift = 32 - BITS - k % PER_WORD * BITS, upper = k / (K / 2);
+            const int x = static_cast<int>(all.word[row % 8 * 4 + at][upper * 2 + row / 8] << shift) >> (32 - BITS);
+            const int y = static_cast<int>(all.word[column * 4 + at][4 + upper] << shift) >> (32 - BITS);
+            sum += x * y;
+        }
+        d[i] = sum;
+    }
+    __syncwarp();
+}
+
+// One launch: every block of the grid, its threads as threads.
+template <typename Kernel>
+void launch_on_host(Index grid, int threads, int dynamic_bytes, Kernel kernel) {
+    gridDim = grid;
+    std::vector<unsigned char> memory(dynamic_bytes + 128);
+    dynamic_shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 128 * 128);
+    warps_of_block.clear();
+    warps_of_block.resize(threads / 32);
+    for (Lanes& warp : warps_of_block) warp.barrier = std::make_unique<std::barrier<>>(32);
+    block_barrier = std::make_unique<std::barrier<>>(threads);
+    std::barrier block_done(threads);
+    std::vector<std::thread> running;
+    for (int thread = 0; thread < threads; thread++)
+        running.emplace_back([&, thread] {
+            for (int block = 0; block < grid.x * grid.y * grid.z; block++) {
+                threadIdx = {thread, 0, 0};
+                blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
+                kernel();
+                block_done.arrive_and_wait();
+            }
+        });
+    for (std::thread& thread : running) thread.join();
+}

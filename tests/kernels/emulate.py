@@ -1,0 +1,98 @@
+"""Run a kernel's own text on the CPU: emulate.hpp gives CUDA's words and, for each instruction, the same in C++.
+
+What this shows without a GPU: fragment and memory orders, edges, barriers that all threads reach, and arithmetic, but
+for the order of sums inside one tensor-core product. What it cannot: memory ordering between threads, and asynchronous
+copies that have not arrived.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from svdq.kernels.compile import Kernel, source
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+HEADER = Path(__file__).with_name("emulate.hpp")
+
+# Functions of common.cuh that hold instructions: signature → body.
+INSTRUCTIONS = {
+    "float2 widen(f16, u32 pair)": "return host_widen(pair);",
+    "u32 narrow(f16, float a, float b)": "return host_narrow_half(a, b);",
+    "u32 narrow(bf16, float a, float b)": "return host_narrow_bfloat(a, b);",
+    "float max_nan(float a, float b)": "return host_max_nan(a, b);",
+    "void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1)": (
+        "host_mma_tf32(d, a0, a1, a2, a3, b0, b1);"
+    ),
+    "void mma_integer(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2], u32 c0, u32 c1, u32 c2, u32 c3)": (
+        "host_mma_integer(d, a, b, c0, c1, c2, c3);"
+    ),
+    "u32 shared_address(const void* p)": "return 0;",
+    "void copy_async(void* to, const void* from)": "host_copy_async(to, from);",
+    "void copy_commit()": "",
+    "void copy_wait()": "",
+    "uint4 load_once(const uint4* p)": "return *p;",
+    "void prefetch(const void* p)": "",
+    "void let_next_kernel_start()": "",
+    "void wait_for_previous_kernel()": "",
+}
+
+
+def host_text(kernel: Kernel) -> str:
+    """C++ with a function `run`: the grid, threads and dynamic shared bytes, then the kernel's own parameters."""
+    text = re.sub(r"^#line.*$", "", source(kernel), flags=re.MULTILINE)
+    for signature, body in INSTRUCTIONS.items():
+        start = text.find(f"__device__ __forceinline__ {signature} {{")
+        assert start >= 0, f"common.cuh has no function {signature}"
+        line = text.index("\n", start)
+        end = line if text[line - 1] == "}" else text.index("\n}", start) + 2
+        text = f"{text[:start]}inline {signature} {{ {body} }}{text[end:]}"
+    declared = "extern __shared__ __align__(16) unsigned char dynamic[];"
+    text = text.replace(declared, "unsigned char* dynamic = dynamic_shared;")
+    text = text.replace("__shared__ __align__(16)", "alignas(16) static")
+    assert "asm" not in text, "an instruction without a body in emulate.py"
+    name, parameters = re.search(r'extern "C" __global__ void [^;{]*?(\w+)\(([^()]*)\) \{', text).groups()
+    names = ", ".join(re.search(r"(\w+)$", part.strip())[1] for part in parameters.split(","))
+    run = (
+        f'extern "C" void run(int grid_x_, int grid_y_, int grid_z_, int threads_, int dynamic_, {parameters}) {{\n'
+        f"  launch_on_host({{grid_x_, grid_y_, grid_z_}}, threads_, dynamic_, [&] {{ {name}({names}); }});\n}}\n"
+    )
+    return f'#include "{HEADER}"\n{text}\n{run}'
+
+
+class Emulator:
+    """launch(...) with the signature of svdq.kernels.launch.launch; libraries are kept in a folder, one a kernel."""
+
+    def __init__(self, folder: Path, architecture: int):
+        self.folder, self.architecture = folder, architecture
+        self.libraries: dict[Kernel, ctypes.CDLL] = {}
+
+    def launch(self, kernel, device, grid, threads, arguments, *, shared_bytes=0, early=False):
+        if kernel not in self.libraries:
+            self.libraries[kernel] = self._build(kernel)
+        sizes = [*grid, 1, 1][:3]
+        self.libraries[kernel].run(*map(ctypes.c_int, [*sizes, threads, shared_bytes]), *map(_argument, arguments))
+
+    def _build(self, kernel: Kernel) -> ctypes.CDLL:
+        stem = self.folder / f"{self.architecture}_{len(self.libraries)}"
+        stem.with_suffix(".cpp").write_text(host_text(kernel))
+        flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread"]
+        define = f"-DARCHITECTURE={self.architecture}"
+        command = [COMPILER, *flags, define, stem.with_suffix(".cpp"), "-o", stem.with_suffix(".so")]
+        built = subprocess.run(command, capture_output=True, text=True)
+        assert built.returncode == 0, built.stderr[:4000]
+        return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def _argument(value):
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return ctypes.c_void_p(0)
+    if isinstance(value, np.int64):
+        return ctypes.c_longlong(int(value))
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)

@@ -1,8 +1,8 @@
 """Run a kernel's own text on the CPU: emulate.hpp gives CUDA's words and, for each instruction, the same in C++.
 
 What this shows without a GPU: fragment and memory orders, edges, barriers that all threads reach, and arithmetic, but
-for the order of sums inside one tensor-core product. What it cannot: memory ordering between threads, and asynchronous
-copies that have not arrived.
+for the order of sums inside one tensor-core product; under ThreadSanitizer also a barrier that is missing (races.py).
+What it cannot: asynchronous copies that have not arrived.
 """
 
 import ctypes
@@ -67,8 +67,8 @@ def host_text(kernel: Kernel) -> str:
 class Emulator:
     """launch(...) with the signature of svdq.kernels.launch.launch; libraries are kept in a folder, one a kernel."""
 
-    def __init__(self, folder: Path, architecture: int):
-        self.folder, self.architecture = folder, architecture
+    def __init__(self, folder: Path, architecture: int, flags: tuple[str, ...] = ()):
+        self.folder, self.architecture, self.flags = folder, architecture, flags
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
     def launch(self, kernel, device, grid, threads, arguments, *, shared_bytes=0, early=False):
@@ -82,7 +82,7 @@ class Emulator:
         stem.with_suffix(".cpp").write_text(host_text(kernel))
         flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread"]
         define = f"-DARCHITECTURE={self.architecture}"
-        command = [COMPILER, *flags, define, stem.with_suffix(".cpp"), "-o", stem.with_suffix(".so")]
+        command = [COMPILER, *flags, *self.flags, define, stem.with_suffix(".cpp"), "-o", stem.with_suffix(".so")]
         built = subprocess.run(command, capture_output=True, text=True)
         assert built.returncode == 0, built.stderr[:4000]
         return ctypes.CDLL(str(stem.with_suffix(".so")))

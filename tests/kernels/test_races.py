@@ -1,0 +1,52 @@
+"""No two threads of a block touch the same shared memory without a barrier between them (see races.py)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import emulate
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def sanitizer():
+    if emulate.COMPILER is None or "g++" not in emulate.COMPILER:
+        return None
+    command = [emulate.COMPILER, "-print-file-name=libtsan.so"]
+    path = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    return path if path.is_absolute() and path.is_file() else None
+
+
+RUNTIME = sanitizer()
+pytestmark = pytest.mark.skipif(RUNTIME is None, reason="no g++ with ThreadSanitizer")
+
+
+def races(folder, *left_out):
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "LD_PRELOAD": str(RUNTIME),
+        "TSAN_OPTIONS": "exitcode=0 ignore_noninstrumented_modules=1",  # of Python's own nothing is asked
+    }
+    command = [sys.executable, HERE / "races.py", folder, *left_out]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    if "unexpected memory mapping" in run.stderr:
+        pytest.skip("the sanitizer cannot map its memory on this kernel")
+    assert "ran to the end" in run.stdout, run.stderr[-4000:]
+    return run.stderr.count("WARNING: ThreadSanitizer: data race")
+
+
+def test_no_kernel_has_a_race(tmp_path):
+    assert races(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "barrier"),
+    [
+        ("w4a4_small_m.cu", "__syncthreads();  // all partial sums are written"),
+        ("w4a4_gemm_lora.cu", "__syncthreads();  // this group's stage has arrived"),
+        ("quantize_lora_down.cu", "if (first) __syncthreads();"),
+    ],
+)
+def test_a_missing_barrier_would_be_found(tmp_path, file, barrier):
+    assert races(tmp_path, file, barrier) > 0

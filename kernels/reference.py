@@ -64,7 +64,7 @@ def quantize_lora_down(
     padded_k, rank = down.shape
     rows = layout.round_up(m, layout.PANEL)
     if row_factor is not None and norm_weight is not None:
-        x = norm_weight * (x.float() * row_factor[:, None]).to(x.dtype)
+        x = norm_weight.to(x.dtype) * (x.float() * row_factor[:, None]).to(x.dtype)
     t = x.new_zeros((shares, rows, rank), dtype=torch.float32)
     if rank:
         t[0, :m] = x.float() @ layout.unpack_matrix("down", down, (padded_k, rank))[:k].float()
@@ -119,7 +119,9 @@ def qknorm_rope(
 
     def one(x: Tensor, norm: Tensor | None) -> Tensor:
         if norm is not None:
-            x = norm * (x.float() * inv_rms(x.reshape(-1, x.shape[-1]), epsilon).view(*x.shape[:-1], 1)).to(x.dtype)
+            x = norm.to(x.dtype) * (x.float() * inv_rms(x.reshape(-1, x.shape[-1]), epsilon).view(*x.shape[:-1], 1)).to(
+                x.dtype
+            )
         repeats = len(x) // max(len(cosine), 1)
         cos, sin = (table.to(x.dtype).float().repeat(repeats, 1)[:, None] for table in (cosine, sine))
         first, second = x.float().chunk(2, -1)

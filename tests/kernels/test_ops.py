@@ -66,6 +66,17 @@ def test_an_operator_is_declared_as_it_behaves(name, dtype):
     torch.library.opcheck(getattr(torch.ops.svdq, name).default, tuple(operands(name, dtype).values()))
 
 
+@pytest.mark.parametrize("name", ["quantize_lora_down", "qknorm_rope"])
+def test_a_norm_of_another_type_counts_as_rounded_to_the_activations(name):
+    """As the kernels read it."""
+    given = operands(name)
+    wide = {key: value.float() * 1.0001 if "norm" in key else value for key, value in given.items()}
+    rounded = {key: value.to(HALF) if "norm" in key else value for key, value in wide.items()}
+    run = getattr(torch.ops.svdq, name)
+    for found, wanted in zip(run(*wide.values()), run(*rounded.values()), strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
 WRONG = [  # operator, operand, what it is instead
     ("quantize_lora_down", "x", normal(2, 10, K)),
     ("quantize_lora_down", "x", normal(M, 320)),

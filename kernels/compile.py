@@ -82,8 +82,8 @@ def gemm_kernel(out: str) -> Kernel:
     return Kernel("w4a4_gemm_lora", (("OUT", out),))
 
 
-def small_m_kernel(out: str) -> Kernel:
-    return Kernel("w4a4_small_m", (("OUT", out),))
+def small_m_kernel(out: str, halves: int) -> Kernel:
+    return Kernel("w4a4_small_m", (("OUT", out), ("HALVES", halves)))
 
 
 def inv_rms_kernel(scalar: str) -> Kernel:
@@ -100,7 +100,7 @@ def all_kernels() -> list[Kernel]:
     return [
         *(quantize_kernel(scalar, rank, halves) for scalar in SCALARS for rank in RANKS for halves in (1, 2)),
         *(gemm_kernel(out) for out in outs),
-        *(small_m_kernel(out) for out in outs),
+        *(small_m_kernel(out, halves) for out in outs for halves in (1, 2)),
         *(inv_rms_kernel(scalar) for scalar in SCALARS),
         *(rope_kernel(scalar, size) for scalar in SCALARS for size in HEAD_DIMS),
     ]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from svdq.kernels.compile import OLDEST, Kernel, KernelError, architecture, compile_kernel, compiler_version, cuda_core
 
-UNASKED_SHARED_BYTES = 48 * 1024  # what a block may have without asking, static and dynamic
-_loading = threading.Lock()  # two threads would load a kernel twice and allow only one of the two its shared memory
+_loading = threading.Lock()  # two threads would load a kernel twice
 
 
 def launch(
@@ -26,26 +25,20 @@ def launch(
     threads: int,
     arguments: list[Any],
     *,
-    shared_bytes: int = 0,
     early: bool = False,
 ) -> None:
     """Start a kernel. Raises KernelError if it cannot be compiled or run here (see `require`).
 
-    arguments     tensors and None are pointers, int and float go as 32 bits, numpy scalars as they are
-    shared_bytes  dynamic shared memory of a block
-    early         it may start while the kernel before it still runs, and waits for its results by itself (Hopper on)
+    arguments  tensors and None are pointers, int and float go as 32 bits, numpy scalars as they are
+    early      it may start while the kernel before it still runs, and waits for its results by itself (Hopper on)
     """
     core = cuda_core()
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
         with _loading:
-            function, static_bytes, may_overlap = _loaded(kernel, index)
-        if static_bytes + shared_bytes > UNASKED_SHARED_BYTES:
-            most = _allow_shared(kernel, index)
-            if shared_bytes > most:
-                raise KernelError(f"{kernel}: a block here gets {most} bytes of shared memory; wanted {shared_bytes}")
+            function, may_overlap = _loaded(kernel, index)
         overlap = {"programmatic_stream_serialization": True} if early and may_overlap else {}
-        config = core.LaunchConfig(grid=grid, block=threads, shmem_size=shared_bytes, **overlap)
+        config = core.LaunchConfig(grid=grid, block=threads, **overlap)
         stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
         core.launch(stream, config, function, *map(_argument, arguments))
 
@@ -92,8 +85,8 @@ def _architecture(index: int) -> str:
 
 
 @cache
-def _loaded(kernel: Kernel, index: int) -> tuple[Any, int, bool]:
-    """(the function, its static shared bytes, whether it may start early) for the current device."""
+def _loaded(kernel: Kernel, index: int) -> tuple[Any, bool]:
+    """(the function, whether it may start early) for the current device."""
     arch = _architecture(index)
     core = cuda_core()
     core.Device(index).set_current()
@@ -104,23 +97,4 @@ def _loaded(kernel: Kernel, index: int) -> tuple[Any, int, bool]:
         raise KernelError(f"{kernel}: the driver does not load it for {arch}: {error}") from error
     able = hasattr(core.LaunchConfig, "programmatic_stream_serialization")  # cuda-core 1.2 or newer
     early = able and torch.cuda.get_device_capability(index) >= (9, 0)
-    return function, compiled.resources.shared_bytes, early
-
-
-@cache
-def _allow_shared(kernel: Kernel, index: int) -> int:
-    """Let a block have all the dynamic shared memory there is. Returns the bytes.
-
-    Not what one launch needs: the limit is the kernel's, and a launch that needs less would lower it for the others.
-    """
-    from cuda.bindings import driver
-
-    function, static_bytes, _ = _loaded(kernel, index)
-    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    status, most = driver.cuDeviceGetAttribute(kind, index)
-    if status == driver.CUresult.CUDA_SUCCESS:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(attribute, most - static_bytes, function.handle, index)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"{kernel}: a block gets no more shared memory than {UNASKED_SHARED_BYTES} ({status.name})")
-    return most - static_bytes
+    return function, early

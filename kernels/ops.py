@@ -197,13 +197,12 @@ def w4a4_gemm_lora(
     if not m or not n:
         return y
     arguments = [codes, scales, t, t.shape[0], qweight, wscales, up, bias, y, m, n, groups, rank]
-    if m > FEW_TOKENS or groups < 4:  # the small kernel loads 4 groups together
+    if m > FEW_TOKENS:
         blocks = -(-m // layout.TILE_N) * -(-n // layout.TILE_N)
         launch(kernels.gemm_kernel(OUT[dtype]), codes.device, (blocks,), 256, arguments)
     else:
-        shared_bytes = rank * 32 + layout.PANEL * rank * 4  # proj_up of 16 columns, t
-        kernel = kernels.small_m_kernel(OUT[dtype])
-        launch(kernel, codes.device, (-(-n // 16),), 256, arguments, shared_bytes=shared_bytes, early=True)
+        kernel = kernels.small_m_kernel(OUT[dtype], 1 if m <= 8 else 2)
+        launch(kernel, codes.device, (-(-n // 32),), 512, arguments, early=True)
     return y
 
 

@@ -30,9 +30,44 @@ struct Input {
     const SCALAR* x;
     long long row_stride;
     int m, k;
-    const float* row_factor;
-    const SCALAR* norm_weight;
 };
+
+// A lane's operands of one group that are older than the kernel before: read where they are used, or read ahead of the wait.
+struct Lent {
+    const SCALAR* norm_weight;  // null for none
+    const float* inv_smooth;    // null for none
+    const uint4* down;
+
+    __device__ __forceinline__ uint4 norm(int ks) const { return *reinterpret_cast<const uint4*>(norm_weight + ks * 32); }
+    __device__ __forceinline__ float4 smooth(int ks, int i) const { return *reinterpret_cast<const float4*>(inv_smooth + ks * 32 + i * 4); }
+    __device__ __forceinline__ uint4 columns(int tile, int ks) const { return down[tile * 64 + ks]; }
+    __device__ __forceinline__ void load(const Lent& from) { *this = from; }
+};
+struct Held {
+    uint4 norms[2];
+    float4 smooths[2][2];
+    uint4 downs[TILES > 0 ? TILES : 1][2];
+
+    __device__ __forceinline__ void load(const Lent& from) {
+#pragma unroll
+        for (int ks = 0; ks < 2; ks++) {
+            if (from.norm_weight) norms[ks] = from.norm(ks);
+            if (from.inv_smooth)
+#pragma unroll
+                for (int i = 0; i < 2; i++) smooths[ks][i] = from.smooth(ks, i);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) downs[tile][ks] = from.columns(tile, ks);
+        }
+    }
+    __device__ __forceinline__ uint4 norm(int ks) const { return norms[ks]; }
+    __device__ __forceinline__ float4 smooth(int ks, int i) const { return smooths[ks][i]; }
+    __device__ __forceinline__ uint4 columns(int tile, int ks) const { return downs[tile][ks]; }
+};
+#if HALVES == 1
+using Older = Held;
+#else
+using Older = Lent;  // registers are short, and other warps have work while one waits
+#endif
 
 // One row's 16 values of a group; zeros outside.
 __device__ __forceinline__ void load_row(uint4 (&raw)[2], const Input& in, int row, int column) {
@@ -54,14 +89,14 @@ __device__ __forceinline__ void unpack8(float (&v)[8], uint4 words) {
     }
 }
 
-// float32 values, normalized on the way if there is a row factor.
-__device__ __forceinline__ void unpack_row(float (&v)[2][8], const uint4 (&raw)[2], const Input& in, float factor, int column) {
+// float32 values, normalized on the way if they are to be.
+__device__ __forceinline__ void unpack_row(float (&v)[2][8], const uint4 (&raw)[2], bool normalize, float factor, const Older& older) {
 #pragma unroll
     for (int ks = 0; ks < 2; ks++) {
         unpack8(v[ks], raw[ks]);
-        if (!in.row_factor || column >= in.k) continue;
+        if (!normalize) continue;
         float weight[8];
-        unpack8(weight, *reinterpret_cast<const uint4*>(in.norm_weight + column + 32 * ks));
+        unpack8(weight, older.norm(ks));
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             float2 n = widen(SCALAR(), narrow(SCALAR(), v[ks][i] * factor, v[ks][i + 1] * factor));
@@ -73,13 +108,13 @@ __device__ __forceinline__ void unpack_row(float (&v)[2][8], const uint4 (&raw)[
 }
 
 // sums += rows · proj_down of one group, 8 · TILES columns. Slot c of a product is channel 2·kp of the lane's eight, slot
-// c+4 is channel 2·kp + 1. down: of the group and lane.
-__device__ __forceinline__ void multiply_down(float (&sums)[TILES > 0 ? TILES : 1][4], const float (&upper)[2][8], const float (&lower)[2][8], const uint4* down) {
+// c+4 is channel 2·kp + 1.
+__device__ __forceinline__ void multiply_down(float (&sums)[TILES > 0 ? TILES : 1][4], const float (&upper)[2][8], const float (&lower)[2][8], const Older& older) {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
         for (int ks = 0; ks < 2; ks++) {
-            const uint4 b = down[tile * 64 + ks];
+            const uint4 b = older.columns(tile, ks);
             const u32 pairs[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
             for (int kp = 0; kp < 4; kp++) {
@@ -131,12 +166,12 @@ __device__ __forceinline__ u32 encode(const float (&v)[8], float factor) {
 }
 
 // v ← v · inv_smooth of the lane's channels.
-__device__ __forceinline__ void smooth_row(float (&v)[2][8], const float* inv_smooth) {
+__device__ __forceinline__ void smooth_row(float (&v)[2][8], const Older& older) {
 #pragma unroll
     for (int ks = 0; ks < 2; ks++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float4 f = *reinterpret_cast<const float4*>(inv_smooth + ks * 32 + i * 4);
+            const float4 f = older.smooth(ks, i);
             v[ks][i * 4] *= f.x;
             v[ks][i * 4 + 1] *= f.y;
             v[ks][i * 4 + 2] *= f.z;
@@ -177,21 +212,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        const float* row_factor, const SCALAR* __restrict__ norm_weight,
                        uint2* __restrict__ codes, float* __restrict__ scales, float* __restrict__ t, int rank) {
     let_next_kernel_start();
-    const Input in = {x, row_stride, m, k, row_factor, norm_weight};
+    const Input in = {x, row_stride, m, k};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_half = HALVES == 1 ? warp % 2 : 0;
     const int panel = blockIdx.x, row = panel * PANEL + first_half * 8 + lane / 4, lane_column = lane % 4 * 8;
     const int share = (groups + gridDim.y - 1) / gridDim.y;
     const int begin = blockIdx.y * share + warp * HALVES / 2, end = min(groups, static_cast<int>(blockIdx.y + 1) * share);
     const bool few = panel * PANEL + 8 >= m;  // no row in the second half
-    const uint4* lane_down = down + (blockIdx.z * TILES * 32 + lane) * 2;  // of the block's columns; a group is rank · 8 on
+    const uint4* block_down = down + (blockIdx.z * TILES * 32 + lane) * 2;
     float sums[TILES > 0 ? TILES : 1][4] = {};
 
-    // What does not come from the kernel before: on its way while that one still runs.
-    for (int group = begin; group < end && group * GROUP < k; group += GROUPS) {
-        if (inv_smooth) prefetch(inv_smooth + group * GROUP + lane * 2);
-        if (row_factor) prefetch(norm_weight + group * GROUP + lane * 2);
+    // What does not come from the kernel before is on its way while that one still runs: into registers where a warp has
+    // one group, else into the second-level cache.
+    auto lent = [&](int group) {
+        const int column = group * GROUP + lane_column;
+        const bool inside = column < k;
+        return Lent{inside && row_factor ? norm_weight + column : nullptr, inside && inv_smooth ? inv_smooth + column : nullptr, block_down + group * rank * 8};
+    };
+    Older older = {};
+    if (HALVES == 1) {
+        if (begin < end) older.load(lent(begin));
+    } else {
+        for (int group = begin; group < end && group * GROUP < k; group += GROUPS) {
+            if (inv_smooth) prefetch(inv_smooth + group * GROUP + lane * 2);
+            if (row_factor) prefetch(norm_weight + group * GROUP + lane * 2);
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) prefetch(lane_down + group * rank * 8 + tile * 64);
+            for (int tile = 0; tile < TILES; tile++) prefetch(block_down + group * rank * 8 + tile * 64);
+        }
     }
     wait_for_previous_kernel();
     float factor[HALVES] = {};
@@ -202,17 +248,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint4 next[HALVES][2];
 #pragma unroll
     for (int h = 0; h < HALVES; h++) load_row(next[h], in, row + 8 * h, begin * GROUP + lane_column);
-    for (int group = begin; group < end; group += HALVES == 1 ? groups : GROUPS) {
+    auto use_group = [&](int group) {
         const int column = group * GROUP + lane_column, after = group + GROUPS < end ? column + GROUPS * GROUP : k;
         float v[2][2][8] = {};  // a warp with one half multiplies it as the first, by zeros for the second
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-            unpack_row(v[h], next[h], in, factor[h], column);
+            unpack_row(v[h], next[h], row_factor && column < k, factor[h], older);
             if (HALVES == 2) load_row(next[h], in, row + 8 * h, after);  // else there is no group after
         }
         if constexpr (RANK > 0)
-            if (HALVES == 2 || !first_half || !few) multiply_down(sums, v[0], v[1], lane_down + group * rank * 8);
-        if (blockIdx.z) continue;
+            if (HALVES == 2 || !first_half || !few) multiply_down(sums, v[0], v[1], older);
+        if (blockIdx.z) return;
         const long long tile = static_cast<long long>(panel) * groups + group;
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
@@ -220,12 +266,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             uint2* code = codes + (tile * 2 + half) * 32 + lane;
             float* row_scale = scales + tile * PANEL + lane / 4 * scales_ml + half * scales_ms;
             if (!half || !few) {
-                if (inv_smooth && column < k) smooth_row(v[h], inv_smooth + column);
+                if (inv_smooth && column < k) smooth_row(v[h], older);
                 quantize_row(v[h], rotation, clip, lane, code, row_scale);
             } else {
                 *code = make_uint2(0, 0);
                 if (lane % 4 == 0) *row_scale = 0.f;
             }
+        }
+    };
+    if (HALVES == 1) {
+        if (begin < end) use_group(begin);
+    } else {
+        for (int group = begin; group < end; group += GROUPS) {
+            older.load(lent(group));
+            use_group(group);
         }
     }
 

@@ -131,7 +131,7 @@ def test_codes_and_scales_are_the_cpus_bit_for_bit(n, k, parts, dtype, kind):
 
 @pytest.mark.parametrize(("n", "rank"), [(130, 144), (130, 432), (130, 512), (130, 640), (3072, 256), (3072, 384)])
 def test_a_large_rank_is_within_2_ulp_of_float64(n, rank):
-    """Of linears fused into one: what grows with the rank does not fit 48 KiB of shared memory."""
+    """Of linears fused into one: the quantizer cuts the columns of t over blocks."""
     made, run = linear_of(n, 576, rank, True, "rotation")
     for sizes in (FEW, MANY):
         check_linear(made, run, inputs("random", max(sizes), 576, torch.float16), sizes)

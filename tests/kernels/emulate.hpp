@@ -50,7 +50,6 @@ struct Lanes {  // of one warp: where its threads meet, and what they show each 
 };
 static std::vector<Lanes> warps_of_block;
 static std::unique_ptr<std::barrier<>> block_barrier;
-static unsigned char* dynamic_shared;
 
 inline Lanes& lanes() { return warps_of_block[threadIdx.x / 32]; }
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
@@ -156,10 +155,8 @@ inline void host_mma_integer(uint32_t (&d)[4], const uint32_t (&a)[4], const uin
 
 // One launch: every block of the grid, its threads as threads.
 template <typename Kernel>
-void launch_on_host(Index grid, int threads, int dynamic_bytes, Kernel kernel) {
+void launch_on_host(Index grid, int threads, Kernel kernel) {
     gridDim = grid;
-    std::vector<unsigned char> memory(dynamic_bytes + 128);
-    dynamic_shared = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 128 * 128);
     warps_of_block.clear();
     warps_of_block.resize(threads / 32);
     for (Lanes& warp : warps_of_block) warp.barrier = std::make_unique<std::barrier<>>(32);

@@ -43,7 +43,7 @@ INSTRUCTIONS = {
 
 
 def host_text(kernel: Kernel) -> str:
-    """C++ with a function `run`: the grid, threads and dynamic shared bytes, then the kernel's own parameters."""
+    """C++ with a function `run`: the grid and threads, then the kernel's own parameters."""
     text = re.sub(r"^#line.*$", "", source(kernel), flags=re.MULTILINE)
     for signature, body in INSTRUCTIONS.items():
         start = text.find(f"__device__ __forceinline__ {signature} {{")
@@ -51,15 +51,13 @@ def host_text(kernel: Kernel) -> str:
         line = text.index("\n", start)
         end = line if text[line - 1] == "}" else text.index("\n}", start) + 2
         text = f"{text[:start]}inline {signature} {{ {body} }}{text[end:]}"
-    declared = "extern __shared__ __align__(16) unsigned char dynamic[];"
-    text = text.replace(declared, "unsigned char* dynamic = dynamic_shared;")
     text = text.replace("__shared__ __align__(16)", "alignas(16) static")
     assert "asm" not in text, "an instruction without a body in emulate.py"
     name, parameters = re.search(r'extern "C" __global__ void [^;{]*?(\w+)\(([^()]*)\) \{', text).groups()
     names = ", ".join(re.search(r"(\w+)$", part.strip())[1] for part in parameters.split(","))
     run = (
-        f'extern "C" void run(int grid_x_, int grid_y_, int grid_z_, int threads_, int dynamic_, {parameters}) {{\n'
-        f"  launch_on_host({{grid_x_, grid_y_, grid_z_}}, threads_, dynamic_, [&] {{ {name}({names}); }});\n}}\n"
+        f'extern "C" void run(int grid_x_, int grid_y_, int grid_z_, int threads_, {parameters}) {{\n'
+        f"  launch_on_host({{grid_x_, grid_y_, grid_z_}}, threads_, [&] {{ {name}({names}); }});\n}}\n"
     )
     return f'#include "{HEADER}"\n{text}\n{run}'
 
@@ -71,11 +69,11 @@ class Emulator:
         self.folder, self.architecture, self.flags = folder, architecture, flags
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
-    def launch(self, kernel, device, grid, threads, arguments, *, shared_bytes=0, early=False):
+    def launch(self, kernel, device, grid, threads, arguments, *, early=False):
         if kernel not in self.libraries:
             self.libraries[kernel] = self._build(kernel)
         sizes = [*grid, 1, 1][:3]
-        self.libraries[kernel].run(*map(ctypes.c_int, [*sizes, threads, shared_bytes]), *map(_argument, arguments))
+        self.libraries[kernel].run(*map(ctypes.c_int, [*sizes, threads]), *map(_argument, arguments))
 
     def _build(self, kernel: Kernel) -> ctypes.CDLL:
         stem = self.folder / f"{self.architecture}_{len(self.libraries)}"

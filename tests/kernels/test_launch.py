@@ -1,4 +1,4 @@
-"""Around a launch: the driver fits the compiler, a kernel is loaded once and has its memory. Else see tests/gpu."""
+"""Around a launch: the driver fits the compiler, a kernel is loaded once. Else see tests/gpu."""
 
 import contextlib
 import sys
@@ -79,82 +79,38 @@ def test_a_model_for_a_gpu_that_is_not_there_is_refused_before_it_is_read(monkey
         load_quantized("nowhere", "nowhere", device="cuda")
 
 
-@pytest.fixture
-def driver(card, monkeypatch):
-    """driver.launched: (a block's dynamic shared bytes, those that the driver would allow it) of every launch.
-
-    A loaded kernel is an object with its limit, as the driver has it; 99 KiB are all that a block can get.
-    """
-    from cuda.bindings import driver as bindings
-
-    card((8, 9))
-    state = SimpleNamespace(launched=[], loaded=0, static=8704)
+def test_threads_that_launch_a_kernel_first_load_it_once(card, monkeypatch):
+    loaded, launched, together = [], [], Barrier(8)
 
     def load(cubin):
-        state.loaded += 1
+        loaded.append(cubin)
         time.sleep(0.02)  # another thread has the time to do the same
-        function = SimpleNamespace(limit=48 * 1024 - state.static)
-        function.handle = function
-        return SimpleNamespace(get_kernel=lambda name: function)
-
-    def allow(attribute, size, handle, index):
-        if size > 99 * 1024 - state.static:
-            return (bindings.CUresult.CUDA_ERROR_INVALID_VALUE,)
-        handle.limit = size
-        return (bindings.CUresult.CUDA_SUCCESS,)
+        return SimpleNamespace(get_kernel=lambda name: name)
 
     core = SimpleNamespace(
         Device=lambda index: SimpleNamespace(set_current=lambda: None),
         ObjectCode=SimpleNamespace(from_cubin=load),
-        LaunchConfig=lambda **options: options["shmem_size"],
+        LaunchConfig=lambda **options: None,
         Stream=SimpleNamespace(from_handle=lambda handle: None),
-        launch=lambda stream, shared_bytes, function, *arguments: state.launched.append((shared_bytes, function.limit)),
+        launch=lambda stream, config, function: launched.append(function),
     )
+    card((8, 9))
     monkeypatch.setattr(launch, "cuda_core", lambda: core)
-    monkeypatch.setattr(
-        launch, "compile_kernel", lambda kernel, arch: Compiled(b"", Resources(1, state.static, 0), True)
-    )
+    monkeypatch.setattr(launch, "compile_kernel", lambda kernel, arch: Compiled(b"", Resources(1, 0, 0), True))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(bindings, "cuKernelSetAttribute", allow)
-    monkeypatch.setattr(
-        bindings, "cuDeviceGetAttribute", lambda kind, index: (bindings.CUresult.CUDA_SUCCESS, 99 * 1024)
-    )
-    for cached in (launch._loaded, launch._allow_shared):
-        cached.cache_clear()
-    yield state
-    for cached in (launch._loaded, launch._allow_shared):
-        cached.cache_clear()
-
-
-def start(shared_bytes):
-    launch.launch(kernels.small_m_kernel("f16"), torch.device("cuda", 0), (1,), 256, [], shared_bytes=shared_bytes)
-
-
-def test_every_launch_has_its_shared_memory_whatever_was_launched_before(driver):
-    wanted = [96 * rank for rank in (16, 640, 512, 640, 448, 640)]
-    for size in wanted:
-        start(size)
-    assert [size for size, _ in driver.launched] == wanted
-    assert all(size <= limit for size, limit in driver.launched)
-
-
-def test_more_shared_memory_than_a_block_can_have_is_named(driver):
-    with pytest.raises(KernelError, match=r"w4a4_small_m<OUT=f16>: .* 92672 bytes of shared memory; wanted 196608"):
-        start(96 * 2048)
-    assert driver.launched == []
-
-
-def test_threads_that_launch_a_kernel_first_load_it_once(driver):
-    together = Barrier(8)
 
     def first(_):
         together.wait()
-        start(96 * 640)
+        launch.launch(kernels.small_m_kernel("f16", 1), torch.device("cuda", 0), (1,), 512, [])
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(first, range(8)))
-    assert driver.loaded == 1 and len(driver.launched) == 8
+    launch._loaded.cache_clear()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(first, range(8)))
+    finally:
+        launch._loaded.cache_clear()
+    assert len(loaded) == 1 and launched == ["w4a4_small_m"] * 8
 
 
 def test_the_architectures_here_are_those_of_the_gpus_new_enough(card):

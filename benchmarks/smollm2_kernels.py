@@ -19,7 +19,7 @@ from svdq.layer_checks import KernelLinear, kernel_errors
 from svdq.linear import W4A4Linear
 from svdq.quantized import open_quantized
 
-LENGTH, SEQUENCES = 512, 16
+LENGTH, SEQUENCES, BATCH = 512, 800, 8
 LAYER_TOKENS = 512
 
 
@@ -27,17 +27,17 @@ def write_ids(model_dir, text, out):
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(model_dir)(Path(text).read_text())["input_ids"]
-    rows = [ids[i * LENGTH : (i + 1) * LENGTH] for i in range(SEQUENCES)]
+    rows = [ids[start : start + LENGTH] for start in range(0, len(ids) - LENGTH + 1, LENGTH)][:SEQUENCES]
     Path(out).write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
 
 
 @torch.no_grad()
 def perplexity(model, rows, device):
     losses = []
-    for row in rows:
-        ids = torch.tensor([row], device=device)
-        logits = model(input_ids=ids).logits[0, :-1].float()
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").double())
+    for start in range(0, len(rows), BATCH):
+        ids = torch.tensor(rows[start : start + BATCH], device=device)
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1).float()
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none").double())
     return torch.cat(losses).mean().exp().item()
 
 

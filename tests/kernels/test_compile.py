@@ -1,11 +1,14 @@
 """Compiling without a GPU: strides come from the layouts, the cache's rules, and what every failure says."""
 
+import ctypes
 import dataclasses
 import math
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -319,3 +322,22 @@ def test_a_user_without_a_home_directory_is_told_of_the_variable(monkeypatch):
     monkeypatch.setattr(Path, "expanduser", homeless)
     with pytest.raises(KernelError, match="SVDQ_CACHE_DIR"):
         kernels.cache_dir()
+
+
+def test_the_oldest_compiler_accepts_every_kernel():
+    """CUDA 12.6's: that of the oldest torch that svdq takes. It knows fewer forms of C++ than the newest."""
+    found = (f.locate() for f in metadata.files("nvidia-cuda-nvrtc-cu12") if f.name.startswith("libnvrtc.so"))
+    nvrtc = ctypes.CDLL(str(next(found)))
+    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=compute_90a", b"--std=c++17")
+
+    def log(kernel):
+        program, text = ctypes.c_void_p(), ctypes.create_string_buffer(100_000)
+        source = kernels.source(kernel).encode()
+        assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None) == 0
+        status = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        nvrtc.nvrtcGetProgramLog(program, text)
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        return status and f"{kernel}: {text.value.decode()}"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert [text for text in pool.map(log, kernels.all_kernels()) if text] == []

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from svdq.calibration.search import SAMPLE_TOKENS, search_smoothing
 from svdq.calibration.statistics import ChannelStatistics, SumAccumulator
 from svdq.config import CalibrationConfig
 from svdq.errors import CheckpointError, DataError
-from svdq.models import Linear, Model, materialize, release
+from svdq.models import Linear, Model, materialize, read_weight, release
 from svdq.objective import ActivationSums
+from svdq.rounding import ActivationTransform
 
 REPLAY_BYTES = 2 << 30  # a block's inputs up to this size are kept between the two passes instead of run again
 
@@ -282,10 +284,20 @@ def record_block(
     """
     if not visit.last:
         return None
-    first = _FirstPass(visit)
+    first = _FirstPass(visit, samples=config.smoothing == "search")
     with watch_inputs(stream.model.tree, linears, first.see):
         stream.advance(first.run())
-    accumulators = {name: SumAccumulator(statistics, config) for name, statistics in first.statistics.items()}
+    by_name = {linear.name: linear for linear in linears}
+    accumulators = {}
+    for leader, statistics in first.statistics.items():
+        rotation, smooth = config.rotation != "none", None
+        if isinstance(config.smoothing, str):
+            weights = [read_weight(stream.model, by_name[name]) for name in first.members[leader]]
+            rows = torch.cat(first.sampled[leader])
+            smooth = search_smoothing(statistics.absmax, rows, weights, rotation=rotation, clip=config.act_clip)
+        else:
+            smooth = statistics.smoothing(config.smoothing)
+        accumulators[leader] = SumAccumulator(statistics.absmax, ActivationTransform(smooth, rotation, config.act_clip))
     if first.kept is not None:
         for name, batches in first.kept.items():
             for rows in batches:
@@ -308,11 +320,14 @@ class _FirstPass:
     """One run of a block over all its inputs: which linears share an input, and each site's channel statistics.
 
     A site is named by its leader, the first linear that read the input. `kept` holds the leaders' inputs for the
-    second pass, or None once they would take more than REPLAY_BYTES.
+    second pass, or None once they would take more than REPLAY_BYTES; with `samples`, `sampled` holds every so-manieth
+    row of them for the search of a smoothing.
     """
 
-    def __init__(self, visit: Visit):
+    def __init__(self, visit: Visit, *, samples: bool):
         self.visit = visit
+        self.sampled: dict[str, list[Tensor]] = {}
+        self._stride = max(1, sum(x.shape[:-1].numel() for x in visit.inputs) // SAMPLE_TOKENS) if samples else 0
         self.members: dict[str, list[str]] = {}  # leader → the names that share its input
         self.leader_of: dict[str, str] = {}
         self.statistics: dict[str, ChannelStatistics] = {}  # by leader
@@ -351,6 +366,8 @@ class _FirstPass:
         if not self.statistics[leader].add(rows):
             raise DataError(_not_finite(linear, x, self.visit.inputs, self._batch))
         self._keep(leader, rows)
+        if self._stride:
+            self.sampled.setdefault(leader, []).append(rows[:: self._stride].clone())
 
     def _keep(self, leader: str, rows: Tensor) -> None:
         self._kept_bytes += rows.numel() * rows.element_size()

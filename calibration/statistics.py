@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from svdq.config import CalibrationConfig
 from svdq.objective import ActivationSums, gram
 from svdq.rounding import ActivationTransform, fake_quantize_activation
 
@@ -34,30 +33,30 @@ class ChannelStatistics:
         return bool(torch.isfinite(self.energy).all())
 
     def smoothing(self, exponent: float) -> Tensor | None:
-        """s_k = rms_k^exponent with geometric mean 1, clamped; None for exponent 0.
-
-        A channel that never fired keeps 1: any other value would only amplify its weights' rounding. Values are
-        rounded to 8 bits of mantissa (nobody can tell), so that float16 and bfloat16 packings both hold them exactly.
-        """
+        """s_k = rms_k^exponent; None for exponent 0."""
         if exponent == 0.0:
             return None
         rms = (self.energy / max(self.tokens, 1)).sqrt()
-        alive = rms > 0
-        smooth = rms.clamp_min(_SMOOTH_FLOOR) ** exponent
-        if alive.any():
-            smooth = smooth / smooth[alive].log().mean().exp()
-        return torch.where(alive, smooth.clamp(*_SMOOTH_RANGE), 1.0).bfloat16().float()
+        return finish_smoothing(rms.clamp_min(_SMOOTH_FLOOR) ** exponent, rms > 0)
+
+
+def finish_smoothing(smooth: Tensor, alive: Tensor) -> Tensor:
+    """(k,) float64 → float32 with geometric mean 1 over the channels that are alive, clamped.
+
+    A channel that never fired keeps 1: any other value would only amplify its weights' rounding. Values are rounded to
+    8 bits of mantissa (nobody can tell), so that float16 and bfloat16 packings both hold them exactly.
+    """
+    if alive.any():
+        smooth = smooth / smooth[alive].log().mean().exp()
+    return torch.where(alive, smooth.clamp(*_SMOOTH_RANGE), 1.0).bfloat16().float()
 
 
 class SumAccumulator:
     """Second pass: the three (k, k) sums in float64."""
 
-    def __init__(self, first: ChannelStatistics, config: CalibrationConfig):
-        channels, device = len(first.absmax), first.absmax.device
-        self.absmax = first.absmax
-        self.transform = ActivationTransform(
-            first.smoothing(config.smoothing), config.rotation != "none", config.act_clip
-        )
+    def __init__(self, absmax: Tensor, transform: ActivationTransform):
+        channels, device = len(absmax), absmax.device
+        self.absmax, self.transform = absmax, transform
         self.xx, self.xq, self.qq = (
             torch.zeros(channels, channels, dtype=torch.float64, device=device) for _ in range(3)
         )

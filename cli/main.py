@@ -11,7 +11,7 @@ import sys
 import click
 
 from svdq import __version__
-from svdq.cli import calibrate, export_packed, inspect, kernels, quantize, verify
+from svdq.cli import calibrate, export_packed, inspect, kernels, quantize, tune, verify
 from svdq.errors import SvdqError
 from svdq.report import printable
 
@@ -19,10 +19,10 @@ from svdq.report import printable
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="svdq")
 def svdq() -> None:
-    """Offline W4A4 quantization of transformers: calibrate, quantize, verify, export-packed, inspect, kernels."""
+    """Offline W4A4 quantization of transformers: calibrate, quantize, tune, verify, export-packed, inspect, kernels."""
 
 
-for module in (calibrate, quantize, verify, export_packed, inspect, kernels):
+for module in (calibrate, quantize, tune, verify, export_packed, inspect, kernels):
     svdq.add_command(module.command)
 
 

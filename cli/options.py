@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from svdq.config import CalibrationConfig, LayerConfig, QuantConfig, parse_override, preset
+from svdq.config import SEARCH, CalibrationConfig, LayerConfig, QuantConfig, parse_override, preset
 from svdq.errors import ConfigError
 
 
@@ -26,7 +26,18 @@ def _check_json(context: click.Context, parameter: click.Parameter, value: str |
     return value
 
 
+class _Smoothing(click.ParamType):
+    name = "float|search"
+
+    def convert(self, value, parameter, context):
+        try:
+            return value if value == SEARCH else float(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor {SEARCH!r}", parameter, context)
+
+
 SEED = click.IntRange(0, 2**63 - 1)
+SMOOTHING = _Smoothing()
 _DEFAULTS = CalibrationConfig()
 _LAYER = LayerConfig()
 
@@ -60,10 +71,18 @@ data_options = _stack(
     click.option("--seed", type=SEED, default=_DEFAULTS.seed, show_default=True, help="Which sequences are drawn."),
 )
 preset_option = click.option(
-    "--preset", default="quality", show_default=True, help="quality, nunchaku (what that runtime reads) or plain."
+    "--preset",
+    default="quality",
+    show_default=True,
+    help="quality, nunchaku (what that runtime reads), svdquant (as published) or plain.",
 )
 activation_options = _stack(
-    click.option("--smoothing", type=float, show_default="0.75", help="Exponent of the channels' rms; 0 = none."),
+    click.option(
+        "--smoothing",
+        type=SMOOTHING,
+        show_default="0.75",
+        help="Exponent of the channels' rms; 0 = none; search = as SVDQuant does.",
+    ),
     click.option("--rotation", show_default="hadamard64", help="hadamard64 or none."),
     click.option("--act-clip", type=float, show_default="0.85", help="Activation scale = clip * absmax / 7."),
 )
@@ -76,7 +95,7 @@ weight_options = _stack(
     click.option("--group-size", type=int, show_default=str(_LAYER.group_size), help="Weights that share a scale."),
     click.option("--rounds", type=int, show_default=str(_LAYER.rounds), help="GPTQ / SVD alternations."),
     click.option("--damping", type=float, show_default="K / tokens, 0.01 to 0.5", help="Share of the mean diagonal."),
-    click.option("--objective", show_default=_LAYER.objective, help="output (activation error seen) or weight."),
+    click.option("--objective", show_default=_LAYER.objective, help="output (activation error seen), weight or svd."),
     click.option("--sweeps", type=int, show_default="0", help="Coordinate-descent sweeps over the codes."),
     click.option("--svd", show_default=_LAYER.svd, help="auto, krylov or exact."),
     click.option(

@@ -12,6 +12,13 @@ from svdq.cli import options
 @click.option("--model", "model_dir", required=True, metavar="MODEL_DIR", help="The original model.")
 @click.option("--data", multiple=True, metavar="SRC", help="Held-out text; may be given several times.")
 @click.option("--calib", metavar="CALIB_DIR", help="A store: errors on its sums as well.")
+@click.option(
+    "--what-if",
+    multiple=True,
+    metavar="KNOB=VALUE,…",
+    help="What another rank, group_size, rounds, sweeps or damping would give on the sums of --calib. Writes nothing; "
+    "may be given several times.",
+)
 @click.option("--samples", type=int, default=16, show_default=True, help="Sequences to read of each text.")
 @click.option("--seq-len", type=int, default=512, show_default=True, help="Tokens in a sequence.")
 @click.option("--min-tokens", type=int, default=512, show_default=True, help="Fewer are an error.")
@@ -30,16 +37,17 @@ from svdq.cli import options
 @options.device_option
 @options.output_options
 @options.verbose_option
-def command(file, model_dir, data, calib, samples, seq_len, min_tokens, seed, max_error, max_kernel_error,
+def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens, seed, max_error, max_kernel_error,
             max_perplexity_ratio, kernels, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
     """Check structure, layers and perplexity of a canonical or packed file. Exit 1 if a check fails."""
-    from svdq import report, verify
+    from svdq import report, store_checks, verify
     from svdq.calibration.store import Store
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
     from svdq.layer_checks import require_kernels
     from svdq.models import resolve_device
     from svdq.quantized import open_quantized
 
+    changes = store_checks.parse_changes(what_if, calib)
     console = options.Console(quiet, json_file)
     where = resolve_device(device)
     if kernels == "cuda":
@@ -63,11 +71,14 @@ def command(file, model_dir, data, calib, samples, seq_len, min_tokens, seed, ma
         quantized,
         data=texts,
         store=store,
+        changes=changes,
         thresholds=thresholds,
         device=where,
         kernels=kernels,
         progress=console.progress,
     )
     console.say(report.verification_text(result, most=10**9 if verbose else 15))
+    for answer in result.what_if:
+        console.say(report.what_if_text(answer, most=10**9 if verbose else 10))
     options.write_report(json_file, result.to_dict())
     return 1 if result.failures else 0

@@ -18,7 +18,8 @@ from svdq.errors import ConfigError
 
 ACTIVATION_GROUP = 64  # channels that share an activation scale; weight groups are multiples of it
 SVD_METHODS = ("auto", "krylov", "exact")
-OBJECTIVES = ("output", "weight")
+OBJECTIVES = ("output", "weight", "svd")
+SEARCH = "search"
 ROTATIONS = ("hadamard64", "none")
 _OVERRIDABLE = ("rank", "group_size", "rounds", "damping")
 
@@ -27,7 +28,7 @@ _OVERRIDABLE = ("rank", "group_size", "rounds", "damping")
 class CalibrationConfig:
     """How many tokens are read, and what the activations go through before they are quantized.
 
-    smoothing  exponent of s_k = rms(x_k)^smoothing; 0 = no smoothing
+    smoothing  exponent of s_k = rms(x_k)^smoothing; 0 = no smoothing; 'search': as SVDQuant does (calibration.search)
     act_clip   activation scale = act_clip · absmax / 7
     """
 
@@ -35,7 +36,7 @@ class CalibrationConfig:
     seq_len: int = 512
     min_tokens: int = 1024
     seed: int = 0
-    smoothing: float = 0.75
+    smoothing: float | str = 0.75
     rotation: str = "hadamard64"
     act_clip: float = 0.85
 
@@ -44,14 +45,19 @@ class CalibrationConfig:
         _require_int(self, "seq_len", 2)
         _require_int(self, "min_tokens", 1)
         _require_int(self, "seed", 0)
-        _require_range(self, "smoothing", 0.0, 1.0)
+        if self.smoothing != SEARCH:
+            _require_range(self, "smoothing", 0.0, 1.0, or_else=f" or {SEARCH!r}")
         _require_choice(self, "rotation", ROTATIONS)
         _require_range(self, "act_clip", 0.1, 1.0)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The knobs of one linear. damping None = the rule clamp(K / tokens, 0.01, 0.5)."""
+    """The knobs of one linear. damping None = the rule clamp(K / tokens, 0.01, 0.5).
+
+    objective  what the steps minimise: 'output' (J), 'weight' (rounds of GPTQ(W − L) and SVD(W − Q̂)) or 'svd' (L is the
+               SVD of W, GPTQ rounds the rest, once)
+    """
 
     rank: int = 16
     group_size: int = 64
@@ -110,6 +116,22 @@ class QuantConfig:
         return named + [("--override", p) for p, _ in self.overrides]
 
 
+@dataclass(frozen=True)
+class TuneConfig:
+    """How a finished checkpoint is tuned (svdq.tune). rate: of Adam, relative to each value's own size."""
+
+    steps: int = 60
+    rate: float = 1e-3
+    tokens_per_step: int = 1024
+    seed: int = 0
+
+    def __post_init__(self):
+        _require_int(self, "steps", 1)
+        _require_range(self, "rate", 0.0, 1.0)
+        _require_int(self, "tokens_per_step", 1)
+        _require_int(self, "seed", 0)
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern names this module or one of its ancestors.
 
@@ -151,6 +173,11 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: (calibration side, weight side), as differences from the defaults
     "quality": ({}, {}),
     "nunchaku": ({"rotation": "none", "act_clip": 1.0}, {}),
+    # SVDQuant as published, to compare with
+    "svdquant": (
+        {"smoothing": SEARCH, "rotation": "none", "act_clip": 1.0},
+        {"objective": "svd", "scale_search": False},
+    ),
     "plain": (
         {"smoothing": 0.0, "rotation": "none", "act_clip": 1.0},
         {"objective": "weight", "scale_search": False},
@@ -187,10 +214,10 @@ def _require_int(config, name: str, low: int) -> None:
         raise ConfigError(f"{name}: {value!r} — wanted an integer of at least {low}")
 
 
-def _require_range(config, name: str, low: float, high: float) -> None:
+def _require_range(config, name: str, low: float, high: float, or_else: str = "") -> None:
     value = getattr(config, name)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name}: {value!r} — wanted a number from {low} to {high}")
+        raise ConfigError(f"{name}: {value!r} — wanted a number from {low} to {high}{or_else}")
 
 
 def _require_choice(config, name: str, choices: tuple[str, ...]) -> None:

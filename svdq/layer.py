@@ -4,7 +4,8 @@
     T = (W' − L)·A          the best unrounded Q̂ for this L          → GPTQ rounds T in the metric of Hqq
     E = W' − Q̂·B            the best full-rank L for this Q̂          → truncated SVD of E in the metric of Hxx
 starting from the joint optimum over rank-r L and unrounded Q̂ (the Schur complement). `plain` (objective "weight") is
-the write-up's alternation of GPTQ(W' − L) and SVD(W' − Q̂), which cannot see the error of 4-bit activations.
+the write-up's alternation of GPTQ(W' − L) and SVD(W' − Q̂), which cannot see the error of 4-bit activations; `svdquant`
+(objective "svd") is its first step from L = SVD(W'), as SVDQuant does it.
 
 J is followed in completed squares instead of its six traces: with E as above and C·Cᵀ = Hxx,
     J(Q̂, L) = ‖(E − L)·C‖² + tr(Q̂·R·Q̂ᵀ),   R = Hqq − B·Hxx·Bᵀ
@@ -48,9 +49,9 @@ class PreparedSite:
     chol_xx: Tensor  # C with C·Cᵀ = Hxx
     from_codes: Tensor  # B = Hxqᵀ·Hxx⁻¹
     rest: Tensor  # R = Hqq − B·Hxx·Bᵀ, what no L can repair of Q̂
-    to_codes: Tensor | None  # A = Hxq·Hqq⁻¹; None for the plain method, where A = 1
-    chol_schur: Tensor | None  # C with C·Cᵀ = S = Hxx − A·Hxqᵀ; None for the plain method
-    hessian: Tensor  # the metric that GPTQ rounds in: Hqq, or Hxx for the plain method
+    to_codes: Tensor | None  # A = Hxq·Hqq⁻¹; None for the objectives that do not see Qa, where A = 1
+    chol_schur: Tensor | None  # C with C·Cᵀ = S = Hxx − A·Hxqᵀ; None for these
+    hessian: Tensor  # the metric that GPTQ rounds in: Hqq, or Hxx for these
     factor: Tensor  # upper triangular, hessian⁻¹ = factorᵀ·factor
     repairs: tuple[str, ...]
 
@@ -87,7 +88,7 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
         repairs.append("inputs all zero: identity metric")
         mean_energy = 1.0
     damping = damping_ratio(channels, sums.tokens) if config.damping is None else config.damping
-    metric = sums.xx if config.objective == "weight" else sums.qq
+    metric = sums.qq if config.objective == "output" else sums.xx
     ridge = torch.eye(channels, dtype=torch.float64, device=sums.xx.device) * mean_energy
 
     def factorize(damping: float) -> tuple[Tensor, Tensor] | None:
@@ -103,7 +104,7 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
     seen = torch.linalg.solve_triangular(chol_xx, xq, upper=False)
     rest = qq - gram(seen)
     from_codes = torch.linalg.solve_triangular(chol_xx.t(), seen, upper=True).t()
-    if config.objective == "weight":
+    if config.objective != "output":
         hessian, to_codes, chol_schur = xx, None, None
     else:
         hessian = qq
@@ -162,15 +163,15 @@ def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> 
     energy = _energy(weight @ site.chol_xx)
     undamped_energy = energy - site.shift * _energy(weight)
 
-    if site.to_codes is None:  # the plain method starts from L = 0 and rounds W' − L itself
-        up, down = low_rank(weight, 0)
+    if site.to_codes is None:  # what is rounded is W' − L itself
+        up, down = low_rank(weight, config.rank if config.objective == "svd" else 0, None, config.svd)
         full_target = weight
     else:
         up, down = low_rank(weight, config.rank, site.chol_schur, config.svd)
         full_target = weight @ site.to_codes
     best: tuple[float, Tensor, Tensor, Tensor, Tensor] | None = None
     rounds: list[dict] = []
-    for _ in range(config.rounds if config.rank else 1):
+    for _ in range(config.rounds if config.rank and config.objective != "svd" else 1):
         seen_down = down.t() if site.to_codes is None else down.t() @ site.to_codes
         target = full_target - up @ seen_down
         codes, scales = gptq(target, site.factor, grid, search=config.scale_search, importance=importance)
@@ -182,9 +183,9 @@ def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> 
         residual = weight - weight_hat @ site.from_codes
         measured = residual @ site.chol_xx
         after_codes = unrepaired + _energy(measured - up @ (down.t() @ site.chol_xx))
-        if site.to_codes is None:
+        if config.objective == "weight":
             up, down = low_rank(weight - weight_hat, config.rank, None, config.svd)
-        else:
+        elif config.objective == "output":
             up, down = factors(residual, top_left_vectors(measured, config.rank, config.svd))
         stored_up, stored_down = up.half(), transform.down_to_raw(down.double()).half()
         _refuse_overflow(stored_up, stored_down)

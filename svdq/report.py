@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from svdq.pipeline import QuantizationSummary
     from svdq.preflight import Plan
     from svdq.quantized import QuantizedFile
+    from svdq.store_checks import WhatIf
     from svdq.verify import Report
 
 
@@ -107,6 +109,7 @@ def verification_text(report: Report, most: int = 15) -> str:
             f"{len(rows)} linears: mean quantization error {percent(mean)}, largest kernel error {worst_kernel:.1e} "
             f"({path}, {types})"
         )
+    lines += _hurting_most(report)
     for output in report.outputs:
         if output.original is not None and output.quantized is not None:
             lines.append(
@@ -121,6 +124,58 @@ def verification_text(report: Report, most: int = 15) -> str:
     lines += listed(report.repairs, "repairs") + listed(report.notes, "notes")
     lines += listed(report.failures, "FAILED", most=30) or ["all checks passed"]
     return "\n".join(lines)
+
+
+def _hurting_most(report: Report, most: int = 5) -> list[str]:
+    """The linears with the largest error per token on the data; without data of their output on the store's sums, and
+    without either of the weights. Beside each, its error from round to round while it was quantized."""
+    measures = dict(token_error="per token on the data", store_error="on the store", quantization_error="of weights")
+    measure = next((key for key in measures if any(getattr(row, key) is not None for row in report.layers)), None)
+    if measure is None:
+        return []
+    rows = [row for row in report.layers if getattr(row, measure) is not None]
+    rows.sort(key=lambda row: _falling(getattr(row, measure)))
+    lines = [
+        f"the layers that hurt most, by error {measures[measure]} (in brackets the quantizer's own, round by round):"
+    ]
+    for row in rows[:most]:
+        rounds = ", ".join(f"{100 * entry['error']:.2f}" for entry in row.quantizer["rounds"]) if row.quantizer else "?"
+        lines.append(printable(f"  {percent(getattr(row, measure)):>8}  {row.name}  ({rounds} %)"))
+    return lines
+
+
+def _falling(value: float) -> float:
+    """Sort key: largest first, NaN before all."""
+    return -math.inf if math.isnan(value) else -value
+
+
+def what_if_text(answer: WhatIf, most: int = 10) -> str:
+    """Layers by gain, largest first, and what the change gives and costs in all."""
+    change = ", ".join(f"{knob} {value}" for knob, value in answer.change.items())
+    rows = sorted(answer.layers, key=lambda row: _falling(row.gain))
+    body = [
+        [row.name, percent(row.error_now), percent(row.error_then), f"{100 * row.gain:.2f}", _more(row.bytes_more)]
+        for row in rows[:most]
+    ]
+    lines = [
+        f"what if {change}: errors on the calibration tokens, from the store's sums",
+        table(["layer", "now", "then", "gain, points", "bytes"], body),
+    ]
+    if len(rows) > most:
+        lines.append(f"… and {len(rows) - most} that gain less")
+    lines.append(
+        f"{len(rows)} linears with {change}: mean error {percent(answer.mean_now)} -> {percent(answer.mean_then)}, "
+        f"{_more(answer.bytes_more)} in the file"
+    )
+    if "damping" in answer.change:
+        lines.append("less damping always looks better on the calibration tokens: compare on held-out text as well")
+    repairs = [f"{row.name}: {repair}" for row in rows for repair in row.quantizer["repairs"]]
+    left_out = [f"{name}: {why}" for name, why in answer.left_out.items()]
+    return "\n".join([*lines, *listed(repairs, f"repairs with {change}"), *listed(left_out, "left out")])
+
+
+def _more(count: int) -> str:
+    return f"{'+' if count > 0 else ''}{size(count)}"
 
 
 def inspection(quantized: QuantizedFile) -> dict[str, Any]:

@@ -6,14 +6,14 @@ kernel error        the reference in float32, or the CUDA kernels on 16-bit inpu
 
 With data, the original model and the quantized one are streamed through the blocks side by side: layer errors are
 taken on the original's activations, perplexity on both ends; the quantized model runs the path whose kernel error is
-reported. Without data, layer errors are those of the weights, on standard normal inputs for the kernel error, and of
-the calibration store if there is one.
+reported. Without data, layer errors are those of the weights, on standard normal inputs for the kernel error. With a
+calibration store, its sums give one more error of every layer, and what other knobs would give (svdq.store_checks).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,8 +31,8 @@ from svdq.export import DTYPES
 from svdq.kernels.reference import w4a4_linear
 from svdq.layer_checks import KernelLinear, kernel_dtype, layer_errors, ratio, require_kernels
 from svdq.models import Linear, Model, compute_dtype, read_weight
-from svdq.objective import Objective, relative
 from svdq.quantized import Layer, QuantizedFile
+from svdq.store_checks import Change, WhatIf, check_on_store, plan_changes
 
 KERNELS = ("reference", "cuda")
 LAYER_TOKENS = 512  # held-out tokens on which a layer's errors are taken
@@ -46,6 +46,7 @@ class LayerReport:
 
     kernel_dtype  type of the inputs that the kernel error is measured on
     codes_differ  activation codes and scales of the CUDA kernels that are not the CPU's; None for the reference
+    quantizer     what the quantizer reported when it wrote the file: see `quantizer_report`
     """
 
     name: str
@@ -60,6 +61,7 @@ class LayerReport:
     codes_differ: int | None = None
     token_error: float | None = None
     store_error: float | None = None
+    quantizer: dict[str, Any] | None = None
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Report:
     repairs: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    what_if: list[WhatIf] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,15 +108,17 @@ def verify(
     *,
     data: list[TokenData] | None = None,
     store: Store | None = None,
+    changes: Sequence[Change] = (),
     thresholds: Thresholds | None = None,
     device: torch.device | str = "cpu",
     kernels: str = "reference",
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
-    """See the module. kernels: 'reference', or 'cuda' on a CUDA device.
+    """See the module. kernels: 'reference', or 'cuda' on a CUDA device. changes: of knobs, each asked of the store.
 
     Raises CheckpointError if the file is not of this model at all, or holds numbers that the kernels cannot.
            ConfigError or KernelError if the kernels are wanted and cannot run on this device.
+           ConfigError if the store is another model's, or changes cannot be asked of it (svdq.store_checks).
     """
     thresholds = thresholds or Thresholds()
     device = torch.device(device)
@@ -130,6 +135,9 @@ def verify(
             raise CheckpointError(
                 f"{quantized.file.path}: its {name} is {n} x {k}, that of {model.directory} is {linear.n} x {linear.k}"
             )
+    if store is not None:
+        store.check_model(model.files.source_fingerprint())
+    plan_changes(quantized, store, changes)  # before the long part
     report = Report(str(quantized.file.path), str(quantized.kind), kernels)
     report.repairs = list(quantized.report.get("repairs", []))
     half = kernel_dtype(model, quantized) if kernels == "cuda" else None
@@ -142,11 +150,13 @@ def verify(
             runner = None if half is None else KernelLinear(layer.to(device), half)
             report.layers.append(_verify_on_weights(model, linears[name], layer, runner))
             progress("verify", done, len(quantized.layers))
+    on_store: dict[str, float] = {}
     if store is not None:
-        store.check_model(model.files.source_fingerprint())
-        _store_errors(model, quantized, store, report)
+        on_store, report.what_if = check_on_store(model, quantized, store, changes, device=device, progress=progress)
     place = {name: number for number, name in enumerate(quantized.layers)}
     report.layers.sort(key=lambda row: place[row.name])
+    for row in report.layers:
+        row.store_error, row.quantizer = on_store.get(row.name), quantizer_report(quantized, row.name)
     report.failures = failures(report, thresholds)
     return report
 
@@ -277,32 +287,28 @@ def _verify_on_weights(model: Model, linear: Linear, layer: Layer, kernels: Kern
     return _row(linear, layer, errors)
 
 
+def quantizer_report(quantized: QuantizedFile, name: str) -> dict[str, Any] | None:
+    """What the header keeps of the quantizer's report on this linear; None where it lacks that or holds something else.
+
+    rounds      √(J/‖X'W'ᵀ‖²) of each, on the calibration tokens: damped_after_codes, damped_after_lowrank, and error,
+                which is undamped
+    kept_round  the one whose tensors are in the file, from 1; damping is λ / mean diag Hxx
+    """
+    layers = quantized.report.get("layers")
+    entry: Any = layers.get(name) if isinstance(layers, dict) else None
+    keys = ("damped_after_codes", "damped_after_lowrank", "error")
+    try:
+        return {
+            "rounds": [{key: float(errors[key]) for key in keys} for errors in entry["rounds"]],
+            "kept_round": int(entry["kept_round"]),
+            "damping": float(entry["damping"]),
+        }
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
 def _without_bias(layer: Layer) -> Layer:
     return replace(layer, bias=None)
-
-
-def _store_errors(model: Model, quantized: QuantizedFile, store: Store, report: Report) -> None:
-    """√(J/‖X'W'ᵀ‖²) of every layer on the store's sums."""
-    rows = {row.name: row for row in report.layers}
-    linears = {linear.name: linear for linear in model.linears}
-    for block in range(len(model.blocks)):
-        recorded = store.read(block)
-        for site, names in recorded.sites.items():
-            sums = recorded.sums[site]
-            for name in names:
-                if name not in rows:
-                    continue
-                layer = quantized.layer(name)
-                if not layer.transform.same(sums.transform):
-                    raise CheckpointError(
-                        f"{store.directory}: {name} was quantized with another smoothing, rotation or clip"
-                    )
-                weight = layer.transform.weight(read_weight(model, linears[name]))
-                objective = Objective(weight, sums.xx.double(), sums.xq.double(), sums.qq.double())
-                down = layer.transform.down_from_raw(layer.proj_down.double())
-                rows[name].store_error = relative(
-                    objective(layer.weight_hat(), layer.proj_up, down), objective.output_energy
-                )
 
 
 # ---------------------------------------------------------------------------------------------- the model

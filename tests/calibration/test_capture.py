@@ -14,6 +14,7 @@ from svdq.calibration.statistics import ChannelStatistics, SumAccumulator
 from svdq.config import CalibrationConfig
 from svdq.errors import CheckpointError, DataError
 from svdq.models import Linear, open_model
+from svdq.rounding import ActivationTransform
 
 CPU = torch.device("cpu")
 RAW = CalibrationConfig(smoothing=0.0, rotation="none", act_clip=1.0)  # x' = x
@@ -52,9 +53,7 @@ def watched(model, paths, token_batches):
 
         return see
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True) for path in set(paths)
-    ]
+    handles = [model.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True) for path in set(paths)]
     with torch.no_grad():
         for batch in token_batches:
             model(input_ids=batch)
@@ -285,7 +284,7 @@ def test_case_3_one_token_is_one_token_in_two_dimensions_or_three(shape):
     first = ChannelStatistics(128, CPU)
     with torch.no_grad(), watch_inputs(tree, [linear], lambda seen, rows: first.add(token_rows(rows, seen.k))):
         tree["one"](x)
-    sums = SumAccumulator(first, RAW)
+    sums = SumAccumulator(first.absmax, ActivationTransform())
     sums.add(token_rows(x, 128))
     found = sums.finish()
     assert (first.tokens, found.tokens) == (1, 1)

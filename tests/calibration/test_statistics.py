@@ -31,8 +31,13 @@ def first_pass(*batches):
     return statistics
 
 
+def accumulator_of(statistics, config):
+    transform = ActivationTransform(statistics.smoothing(config.smoothing), config.rotation != "none", config.act_clip)
+    return SumAccumulator(statistics.absmax, transform)
+
+
 def both_passes(x, config, parts=1):
-    accumulator = SumAccumulator(first_pass(x), config)
+    accumulator = accumulator_of(first_pass(x), config)
     for part in x.chunk(parts):
         accumulator.add(part)
     return accumulator.finish(torch.float64)
@@ -216,7 +221,7 @@ def test_half_inputs_are_summed_as_their_float32_values(dtype):
 
 
 def test_finish_stores_the_type_that_is_asked_for():
-    accumulator = SumAccumulator(first_pass(tokens(5)), BARE)
+    accumulator = accumulator_of(first_pass(tokens(5)), BARE)
     assert accumulator.finish().xx.dtype == torch.float32
     assert accumulator.finish(torch.float64).qq.dtype == torch.float64
 

@@ -86,7 +86,7 @@ def model(toy):
     (["quantize", "MODEL", "OUT", "--damping", "nan", "--data", "IDS"], ["damping", "nan"]),
     (["quantize", "MODEL", "OUT", "--objective", "speed", "--data", "IDS"], ["objective", "speed", "output, weight"]),
     (["quantize", "MODEL", "OUT", "--svd", "fast", "--data", "IDS"], ["svd", "fast", "exact"]),
-    (["quantize", "MODEL", "OUT", "--preset", "best", "--data", "IDS"], ["best", "quality, nunchaku, plain"]),
+    (["quantize", "MODEL", "OUT", "--preset", "best", "--data", "IDS"], ["best", "quality, nunchaku, svdquant, plain"]),
     (["quantize", "MODEL", "OUT", "--rotation", "dct", "--data", "IDS"], ["rotation", "dct", "hadamard64"]),
     (["quantize", "MODEL", "OUT", "--act-clip", "2", "--data", "IDS"], ["act_clip", "2.0"]),
     (["quantize", "MODEL", "OUT", "--override", "down_proj", "--data", "IDS"], ["--override", "down_proj"]),
@@ -104,13 +104,23 @@ def model(toy):
     (["quantize", "MODEL", "OUT", "--data", "IDS", "--samples", "0"], ["samples", "0"]),
     (["quantize", "MODEL", "OUT", "--data", "IDS", "--seed", "-3"], ["seed", "-3"]),
     (["quantize", "MODEL", "OUT", "--data", "IDS", "--min-tokens", "9999"], ["768 tokens", "9,999", "--min-tokens"]),
+    (["quantize", "MODEL", "OUT", "--data", "IDS", "--smoothing", "much"], ["--smoothing", "'much'", "'search'"]),
+    (["quantize", "MODEL", "OUT", "--data", "IDS", "--smoothing", "2"], ["smoothing", "2.0", "'search'"]),
     (["calibrate", "MODEL", "--data", "IDS"], ["--out"]),
     (["calibrate", "MODEL", "-o", "S", "--data", "IDS", "--preset", "best"], ["--preset", "best"]),
     (["calibrate", "MODEL", "-o", "S", "--data", "IDS", "--only", "qproj"], ["--only 'qproj'", "matches none"]),
     (["verify", "OUT"], ["--model"]),
     (["verify", "nowhere", "--model", "MODEL"], ["nowhere"]),
     (["verify", "FILE", "--model", "MODEL", "--kernels", "fast"], ["--kernels", "fast", "reference", "cuda"]),
+    (["verify", "FILE", "--model", "MODEL", "--what-if", "rank=32"], ["--what-if 'rank=32'", "--calib CALIB_DIR"]),
+    (["verify", "FILE", "--model", "MODEL", "--calib", "X", "--what-if", "clip=1"], ["'clip'", "rank, group_size"]),
+    (["verify", "FILE", "--model", "MODEL", "--calib", "absent", "--what-if", "rank=8"], ["absent", "svdq calibrate"]),
     (["verify", "MODEL/model.safetensors", "--model", "MODEL"], ["quantization_config", "svdq quantize"]),
+    (["tune", "MODEL", "FILE", "OUT"], ["--data"]),
+    (["tune", "MODEL", "FILE", "OUT", "--data", "IDS", "--steps", "0"], ["steps", "0"]),
+    (["tune", "MODEL", "FILE", "OUT", "--data", "IDS", "--rate", "nan"], ["rate", "nan"]),
+    (["tune", "MODEL", "FILE", "nowhere/OUT", "--data", "IDS"], ["nowhere", "no such directory"]),
+    (["tune", "MODEL", "MODEL/model.safetensors", "OUT", "--data", "IDS"], ["quantization_config", "svdq quantize"]),
     (["inspect", "nowhere"], ["nowhere"]),
     (["export-packed", "nowhere", "OUT"], ["nowhere"]),
     (["export-packed", "MODEL/model.safetensors", "OUT"], ["quantization_config", "svdq quantize"]),
@@ -253,7 +263,8 @@ def test_every_json_report_parses(svdq, model, calibration_ids, tmp_path, monkey
     for arguments in (
         ["calibrate", model, "-o", "store", *data],
         ["quantize", model, "out.safetensors", "--calib", "store", "--rounds", "1"],
-        ["verify", "out.safetensors", "--model", model, *data],
+        ["tune", model, "out.safetensors", "tuned.safetensors", *data, "--steps", "2"],
+        ["verify", "tuned.safetensors", "--model", model, *data],
         ["export-packed", "out.safetensors", "packed.safetensors"],
         ["inspect", "packed.safetensors"],
     ):
@@ -319,6 +330,17 @@ def test_strict_turns_a_warning_into_exit_code_1(svdq, model, ids_file, tmp_path
     result = svdq(*arguments, "--strict")
     assert result.code == 1
     assert "80 calibration tokens for 192 input channels" in result.out + result.err
+
+
+def test_a_tuning_that_is_undone_is_said_and_strict_makes_it_exit_code_1(svdq, quantized, calibration_ids, tmp_path):
+    directory, file = quantized("llama")
+    out = tmp_path / "tuned.safetensors"
+    arguments = ["tune", directory, file, out, "--data", calibration_ids, "--min-tokens", "1", "--rate", "0.5"]
+    result = svdq(*arguments, "--steps", "4", "--strict")
+    assert result.code == 1 and "the layers are as they were" in result.err
+    tensors = (safetensors.torch.load_file(path) for path in (file, out))
+    before, after = ({name: tensor.tolist() for name, tensor in found.items()} for found in tensors)
+    assert before == after
 
 
 def test_a_store_of_another_preset_is_refused_by_name(svdq, refused, model, calibration_ids, tmp_path):

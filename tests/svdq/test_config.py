@@ -240,8 +240,14 @@ def test_plain_is_the_write_ups_method_without_any_transform():
     assert (layer.objective, layer.scale_search, layer.rounds) == ("weight", False, 3)
 
 
+def test_svdquant_is_the_published_method():
+    calibration, layer = made("svdquant")
+    assert (calibration.smoothing, calibration.rotation, calibration.act_clip) == ("search", "none", 1.0)
+    assert (layer.objective, layer.scale_search, layer.rank) == ("svd", False, 16)
+
+
 def test_an_unknown_preset_is_a_config_error_that_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'best'.*quality, nunchaku, plain"):
+    with pytest.raises(ConfigError, match=r"'best'.*quality, nunchaku, svdquant, plain"):
         preset("best")
 
 

@@ -19,6 +19,7 @@ from svdq.rounding import ActivationTransform, fake_quantize_activation, quantiz
 D = torch.float64
 DEFAULT = LayerConfig(rank=8)
 PLAIN = LayerConfig(rank=8, objective="weight", scale_search=False)
+SVDQUANT = LayerConfig(rank=8, objective="svd", scale_search=False)
 FULL = ActivationTransform(None, True, 0.85)
 BARE = ActivationTransform(None, False, 1.0)
 
@@ -88,7 +89,7 @@ TRANSFORMS = [BARE, FULL, smoothed(128), smoothed(128, rotation=False, clip=1.0)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["bare", "rotated", "full", "smoothed"])
-@pytest.mark.parametrize("config", [DEFAULT, PLAIN], ids=["output", "weight"])
+@pytest.mark.parametrize("config", [DEFAULT, PLAIN, SVDQUANT], ids=["output", "weight", "svd"])
 def test_the_reported_error_is_the_error_on_the_calibration_inputs(transform, config):
     x, weight = tokens_with_outliers(), normal(80, 128, seed=5)
     result = quantize(weight, x, transform, config)
@@ -106,7 +107,7 @@ def test_the_reported_error_holds_for_wide_groups(group):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["bare", "rotated", "full", "smoothed"])
-@pytest.mark.parametrize("config", [DEFAULT, PLAIN], ids=["output", "weight"])
+@pytest.mark.parametrize("config", [DEFAULT, PLAIN, SVDQUANT], ids=["output", "weight", "svd"])
 def test_the_damped_error_from_completed_squares_is_that_of_the_closed_form(transform, config):
     x, weight = tokens_with_outliers(), normal(80, 128, seed=5)
     sums = sums_of(x, transform)
@@ -234,6 +235,21 @@ def test_sweeps_lower_the_error():
     assert after < before
 
 
+def test_svdquant_keeps_the_svd_of_the_weight_and_rounds_the_rest_once():
+    x, weight, transform = tokens_with_outliers(), normal(96, 128, seed=5), smoothed(128, rotation=False, clip=1.0)
+    result = quantize(weight, x, transform, SVDQUANT)
+    transformed = transform.weight(weight).double()
+    left, values, right = torch.linalg.svd(transformed, full_matrices=False)
+    best = left[:, :8] * values[:8] @ right[:8]
+    kept = result.proj_up.double() @ transform.down_from_raw(result.proj_down.double()).t()
+    assert (kept - best).norm() <= 1e-3 * best.norm()  # float16 factors
+    assert len(result.report["rounds"]) == 1
+    rest = dataclasses.replace(SVDQUANT, objective="weight", rank=0)  # rounds what it is given, with the same GPTQ
+    alone = quantize((transformed - best) / transform.smooth, x, transform, rest)
+    assert (alone.codes != result.codes).double().mean() < 0.01  # only where the factors' rounding tips a tie
+    assert (weight_hat(alone) - weight_hat(result)).norm() <= 0.05 * weight_hat(alone).norm()
+
+
 @pytest.mark.parametrize("config", [LayerConfig(rank=0), dataclasses.replace(PLAIN, rank=0)], ids=["output", "weight"])
 def test_rank_0_stores_empty_factors_and_the_codes_alone_carry_the_output(config):
     x, weight, transform = tokens_with_outliers(), normal(80, 128, seed=5), smoothed(128)
@@ -356,7 +372,9 @@ def dead_channel_case(transform, config):
     return weight.double(), raw + result.proj_up.double() @ result.proj_down.double().t()
 
 
-@pytest.mark.parametrize("config", [DEFAULT, PLAIN, LayerConfig(rank=0)], ids=["output", "weight", "rank 0"])
+@pytest.mark.parametrize(
+    "config", [DEFAULT, PLAIN, SVDQUANT, LayerConfig(rank=0)], ids=["output", "weight", "svd", "rank 0"]
+)
 @pytest.mark.parametrize("transform", [BARE, FULL], ids=["bare", "rotated"])
 def test_case_24_a_channel_that_never_fires_keeps_its_weights(transform, config):
     weight, effective = dead_channel_case(transform, config)
@@ -379,7 +397,7 @@ def test_without_rotation_and_low_rank_a_channel_that_never_fires_is_rounded_to_
     assert torch.equal(result.codes[:, 64].double(), (weight[:, 64].double() / scale).round().clamp(-7, 7))
 
 
-@pytest.mark.parametrize("config", [DEFAULT, PLAIN], ids=["output", "weight"])
+@pytest.mark.parametrize("config", [DEFAULT, PLAIN, SVDQUANT], ids=["output", "weight", "svd"])
 def test_case_5_float16_weights_of_6e4_with_smoothing_of_2_stay_finite(config):
     x = tokens_with_outliers()
     weight = (normal(40, 128, seed=5) * 1e4).clamp(-6e4, 6e4).half()
@@ -400,7 +418,7 @@ def test_a_scale_beyond_float16_is_a_numerics_error(rank, search):
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("config", [DEFAULT, PLAIN], ids=["output", "weight"])
+@pytest.mark.parametrize("config", [DEFAULT, PLAIN, SVDQUANT], ids=["output", "weight", "svd"])
 def test_a_low_rank_factor_beyond_float16_is_a_numerics_error(config, rounds):
     # W' = W·diag(s) is of ordinary size, so its codes' scales fit; the factor that reads raw inputs holds the 1/s
     transform = ActivationTransform(torch.full((128,), 2.0**-14), False, 1.0)
@@ -426,7 +444,7 @@ def test_sums_that_are_not_finite_are_a_numerics_error_that_names_them(which, va
         prepare_site(sums, DEFAULT)
 
 
-@pytest.mark.parametrize("config", [DEFAULT, PLAIN], ids=["output", "weight"])
+@pytest.mark.parametrize("config", [DEFAULT, PLAIN, SVDQUANT], ids=["output", "weight", "svd"])
 def test_a_negative_definite_xx_is_a_numerics_error(config):
     sums = sums_of(tokens_with_outliers(), BARE)
     with pytest.raises(NumericsError, match="Hxx"):
@@ -449,7 +467,7 @@ def test_definite_sums_need_no_repair():
     assert quantize(normal(40, 128), tokens_with_outliers(), FULL).report["repairs"] == []
 
 
-@pytest.mark.parametrize("config", [DEFAULT, PLAIN], ids=["output", "weight"])
+@pytest.mark.parametrize("config", [DEFAULT, PLAIN, SVDQUANT], ids=["output", "weight", "svd"])
 def test_damping_0_with_rank_deficient_sums_is_repaired_and_counted(config):
     x, weight = tokens_with_outliers(40, 128), normal(40, 128, seed=5)
     x[:, 17] = 0

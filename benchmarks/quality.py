@@ -78,6 +78,7 @@ class Settings:
     samples: int
     eval_samples: int
     jobs: int
+    only: list[str]  # patterns of the linears that are quantized; none: all
     fingerprint: dict[str, str]  # what a kept run must have been made with
 
 
@@ -118,10 +119,14 @@ def run_svdq(settings, scratch, name, *arguments):
     return json.loads(numbers.read_text()), time.perf_counter() - started
 
 
+def only_options(settings):
+    return [argument for pattern in settings.only for argument in ("--only", pattern)]
+
+
 def measure(settings, scratch, row, store):
     """quantize and verify of one row → (numbers of both, seconds of both)."""
     out = scratch / f"{row.key}.safetensors"
-    quantize = [settings.model, out, "--calib", store, *row.quantize.split()]
+    quantize = [settings.model, out, "--calib", store, *row.quantize.split(), *only_options(settings)]
     quantized, quantize_seconds = run_svdq(settings, scratch, "quantize", *quantize)
     data = [argument for text in MEASURED for argument in ("--data", settings.texts[text])]
     # a bad method is a result here: verify's own bound on layer errors is out of the way, its other checks are not
@@ -143,6 +148,7 @@ def run_group(settings, rows, seed, keep):
         store = scratch / "calibration"
         data = ["--data", settings.texts["calibration"], "--samples", settings.samples, "--seq-len", SEQ_LEN]
         calibrate = [settings.model, "-o", store, *data, "--seed", seed, *rows[0].calibrate.split()]
+        calibrate += only_options(settings)
         try:
             _, calibrate_seconds = run_svdq(settings, scratch, "calibrate", *calibrate)
         except CommandFailed as failure:
@@ -165,6 +171,7 @@ def run_key(settings, row, seed):
         "seed": seed,
         "samples": settings.samples,
         "eval_samples": settings.eval_samples,
+        "only": settings.only,
         **settings.fingerprint,
     }
 
@@ -274,6 +281,7 @@ def parse(arguments):
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences; default: %(default)s")
     parser.add_argument("--eval-samples", type=int, default=32, help="sequences of each text; default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, help="calibration stores at a time; default: %(default)s")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="quantize only these linears")
     parser.add_argument("--work", type=Path, default=ROOT / "build/quality", help="default: build/quality")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/quality.json", metavar="FILE",
                         help="default: benchmarks/results/quality.json")  # fmt: skip
@@ -302,7 +310,7 @@ def main(arguments):
         "texts": hashlib.sha256("".join(TEXTS.values()).encode()).hexdigest()[:16],
     }
     settings = Settings(options.model.resolve(), options.work.resolve(), texts, options.device, options.samples,
-                        options.eval_samples, options.jobs, fingerprint)  # fmt: skip
+                        options.eval_samples, options.jobs, options.only, fingerprint)  # fmt: skip
     runs, failures = run_all(settings, options.rows, options.seeds)
     summaries = {row.key: summarize(list(runs[row.key].values())) for row in options.rows if runs[row.key]}
     bars = check_bars(summaries)
@@ -317,6 +325,7 @@ def main(arguments):
         "calibration_tokens": options.samples * SEQ_LEN,
         "tokens_of_each_text": options.eval_samples * SEQ_LEN,
         "jobs": options.jobs,
+        "only": options.only,
         "texts": TEXTS,
         "rows": {
             row.key: {

@@ -213,7 +213,7 @@ def test_rows_that_share_a_store_are_calibrated_once_and_kept(quality, report, t
 
     monkeypatch.setattr(quality, "run_svdq", run_svdq)
     places = {name: tmp_path / f"{name}.txt" for name in ("calibration", "in_domain", "kjv", "novel")}
-    settings = quality.Settings(tmp_path, tmp_path, places, "cpu", 4, 2, 1, {"sources": "a"})
+    settings = quality.Settings(tmp_path, tmp_path, places, "cpu", 4, 2, 1, [], {"sources": "a"})
     rows = [row for row in quality.ROWS if row.key in ("rank0", "quality", "plain")]
     runs, failures = quality.run_all(settings, rows, [0])
     assert seen.count("calibrate") == 2  # plain's, and that of the other two
@@ -224,7 +224,7 @@ def test_rows_that_share_a_store_are_calibrated_once_and_kept(quality, report, t
     seen.clear()
     again, _ = quality.run_all(settings, [rows[0], rows[2]], [0])
     assert not seen and again["quality"] == runs["quality"]
-    other = quality.Settings(tmp_path, tmp_path, places, "cpu", 4, 2, 1, {"sources": "b"})
+    other = quality.Settings(tmp_path, tmp_path, places, "cpu", 4, 2, 1, [], {"sources": "b"})
     quality.run_all(other, rows[2:], [0])
     assert seen == ["calibrate", "quantize", "verify"]  # another svdq: not the kept one
 

@@ -479,7 +479,7 @@ def test_ctrl_c_exits_130_with_one_line_and_leaves_the_work_directory_alone(toy,
     out = tmp_path / "out.safetensors"
     slow = ["--svd", "exact", "--sweeps", "20"]  # so that there is time left after the first block
     data = ["--data", calibration_ids, "--min-tokens", "1"]
-    arguments = ["quantize", toy("llama", num_hidden_layers=4), out, *data, *slow]
+    arguments = ["quantize", toy("llama", num_hidden_layers=24), out, *data, *slow]
     process = subprocess.Popen(
         [sys.executable, "-c", _CLI, *map(str, arguments)],
         cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -42,11 +42,15 @@ from svdq.report import percent
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQ_LEN = 512
+SHORTEST = 0.95  # of the tokens asked for: a chapter of fewer than SEQ_LEN tokens is a sequence of its own
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method: what --rows calls it, what the table calls it, its options of calibrate and of quantize."""
+    """One method: what --rows calls it, what the table calls it, its options of calibrate and of quantize.
+
+    Options come after the common ones and win; {calibration}, {novel} … are the texts' files.
+    """
 
     key: str
     label: str
@@ -63,7 +67,13 @@ ROWS = (
     Row("rank0", "rank 0", "", "--rank 0"),
     Row("nunchaku", "nunchaku", "--preset nunchaku", "--preset nunchaku"),
     Row("quality", "quality (default)"),
+    Row("rounds8", "quality, rounds 8", "", "--rounds 8"),
     Row("sweeps2", "quality, sweeps 2", "", "--sweeps 2"),
+    Row("tokens2k", "quality, 2k tokens", "--samples 4"),
+    Row("tokens8k", "quality, 8k tokens", "--samples 16"),
+    Row("tokens64k", "quality, 64k tokens", "--samples 128"),
+    Row("other-text", "quality, calibrated on the novel", "--data {novel}"),
+    Row("best", "best", "", "--preset best --data {calibration} --samples 256"),
 )
 
 
@@ -123,10 +133,14 @@ def only_options(settings):
     return [argument for pattern in settings.only for argument in ("--only", pattern)]
 
 
+def row_options(settings, text):
+    return text.format(**settings.texts).split()
+
+
 def measure(settings, scratch, row, store):
     """quantize and verify of one row → (numbers of both, seconds of both)."""
     out = scratch / f"{row.key}.safetensors"
-    quantize = [settings.model, out, "--calib", store, *row.quantize.split(), *only_options(settings)]
+    quantize = [settings.model, out, "--calib", store, *row_options(settings, row.quantize), *only_options(settings)]
     quantized, quantize_seconds = run_svdq(settings, scratch, "quantize", *quantize)
     data = [argument for text in MEASURED for argument in ("--data", settings.texts[text])]
     # a bad method is a result here: verify's own bound on layer errors is out of the way, its other checks are not
@@ -134,8 +148,6 @@ def measure(settings, scratch, row, store):
     verified, verify_seconds = run_svdq(settings, scratch, "verify", *verify, "--max-error", 10)
     out.unlink()
     for text, output in zip(MEASURED, verified["outputs"], strict=True):
-        if output["tokens"] != settings.eval_samples * SEQ_LEN:
-            raise CommandFailed("verify", f"{text}.txt: {output['tokens']} tokens; ask for fewer with --eval-samples")
         if output["quantized"] is None:  # JSON has no infinity
             raise CommandFailed("verify", f"{text}.txt: the quantized model's perplexity is not finite")
     return quantized, verified, {"quantize": quantize_seconds, "verify": verify_seconds}
@@ -147,7 +159,7 @@ def run_group(settings, rows, seed, keep):
         scratch = Path(scratch)
         store = scratch / "calibration"
         data = ["--data", settings.texts["calibration"], "--samples", settings.samples, "--seq-len", SEQ_LEN]
-        calibrate = [settings.model, "-o", store, *data, "--seed", seed, *rows[0].calibrate.split()]
+        calibrate = [settings.model, "-o", store, *data, "--seed", seed, *row_options(settings, rows[0].calibrate)]
         calibrate += only_options(settings)
         try:
             _, calibrate_seconds = run_svdq(settings, scratch, "calibrate", *calibrate)
@@ -161,6 +173,18 @@ def run_group(settings, rows, seed, keep):
                 keep(row, seed, record(quantized, verified, {"calibrate": calibrate_seconds, **seconds}))
             except CommandFailed as failure:
                 keep(row, seed, failure)
+
+
+def check_texts(settings):
+    """Before any run: each measured text has the tokens that are asked for."""
+    from svdq.cli.inputs import open_inputs, read_tokens
+
+    model = open_inputs(str(settings.model), [], False)
+    for text in MEASURED:
+        options = {"samples": settings.eval_samples, "seq_len": SEQ_LEN, "min_tokens": 1, "seed": 0}
+        found = read_tokens(model, str(settings.texts[text]), False, **options).tokens
+        if found < SHORTEST * settings.eval_samples * SEQ_LEN:
+            sys.exit(f"{text}.txt: {found:,} tokens in --eval-samples {settings.eval_samples}; ask for fewer")
 
 
 def run_key(settings, row, seed):
@@ -247,8 +271,8 @@ def versions():
     }
 
 
-def shown_command(arguments):
-    """This script's command line without the paths of a machine: of an absolute path, the part inside the repository
+def shown_command(arguments, script="quality.py"):
+    """The script's command line without the paths of a machine: of an absolute path, the part inside the repository
     or the last name."""
 
     def short(argument):
@@ -258,7 +282,7 @@ def shown_command(arguments):
             return argument
         return option + equals + str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)
 
-    return "python benchmarks/quality.py " + shlex.join(map(short, arguments))
+    return f"python benchmarks/{script} " + shlex.join(map(short, arguments))
 
 
 def parse(arguments):
@@ -311,6 +335,7 @@ def main(arguments):
     }
     settings = Settings(options.model.resolve(), options.work.resolve(), texts, options.device, options.samples,
                         options.eval_samples, options.jobs, options.only, fingerprint)  # fmt: skip
+    check_texts(settings)
     runs, failures = run_all(settings, options.rows, options.seeds)
     summaries = {row.key: summarize(list(runs[row.key].values())) for row in options.rows if runs[row.key]}
     bars = check_bars(summaries)

@@ -19,8 +19,8 @@ from svdq.cli import options
 @click.option("--strict", is_flag=True, help="Exit 1 if there is a warning.")
 @options.device_option
 @options.output_options
-def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip, ignore,
-            only, trust_remote_code, strict, device, json_file, quiet):  # fmt: skip
+def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip,
+            ignore, only, trust_remote_code, strict, device, json_file, quiet):  # fmt: skip
     """Take the activation sums of MODEL_DIR on SRC. Running it again resumes an unfinished store."""
     from dataclasses import asdict
 

@@ -13,7 +13,16 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from svdq.config import SEARCH, CalibrationConfig, LayerConfig, QuantConfig, parse_override, preset
+from svdq.config import (
+    SEARCH,
+    TUNED_PRESETS,
+    CalibrationConfig,
+    LayerConfig,
+    QuantConfig,
+    TuneConfig,
+    parse_override,
+    preset,
+)
 from svdq.errors import ConfigError
 
 
@@ -74,7 +83,7 @@ preset_option = click.option(
     "--preset",
     default="quality",
     show_default=True,
-    help="quality, nunchaku (what that runtime reads), svdquant (as published) or plain.",
+    help="quality, best (quality, then tuned), nunchaku (what that runtime reads), svdquant (as published) or plain.",
 )
 activation_options = _stack(
     click.option(
@@ -114,6 +123,13 @@ def quant_config(
 ) -> QuantConfig:
     layer = LayerConfig(**{**preset(preset_name)[1], **_given(values)})
     return QuantConfig(layer, ignore, only, tuple(parse_override(text) for text in override), linears_only)
+
+
+def tune_config(preset_name: str, steps: int | None, seed: int) -> TuneConfig | None:
+    """None where nothing is tuned: no --tune and no preset that has it."""
+    if steps is None:
+        return TuneConfig(seed=seed) if preset_name in TUNED_PRESETS else None
+    return TuneConfig(steps=steps, seed=seed) if steps else None
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

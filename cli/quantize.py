@@ -16,6 +16,8 @@ from svdq.cli import options
 @options.preset_option
 @options.activation_options
 @options.weight_options
+@click.option("--tune", type=click.IntRange(0), metavar="STEPS", show_default="0; 120 with --preset best",
+              help="Then tune as svdq tune does, on --data, which may stand beside --calib.")  # fmt: skip
 @options.pattern_options
 @click.option("--linears-only", is_flag=True, help="Leave the unquantized tensors out of the file.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
@@ -26,12 +28,15 @@ from svdq.cli import options
 @options.verbose_option
 @click.pass_context
 def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation,
-            act_clip, rank, group_size, rounds, damping, objective, sweeps, svd, override, ignore, only, linears_only,
-            dry_run, strict, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
+            act_clip, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune, ignore,
+            only, linears_only, dry_run, strict, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
     """Quantize MODEL_DIR into OUT.safetensors. A killed run resumes when the same command is given again."""
+    from pathlib import Path
+
     from svdq import pipeline, preflight, report
     from svdq.calibration.store import Store
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
+    from svdq.cli.tune import tune_file
     from svdq.errors import ConfigError
     from svdq.models import resolve_device
 
@@ -43,11 +48,14 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         preset, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
         smoothing=smoothing, rotation=rotation, act_clip=act_clip,
     )  # fmt: skip
-    if calib and data:
+    tuning = options.tune_config(preset, tune, seed)
+    if calib and data and not tuning:
         raise ConfigError("--calib and --data: both given; wanted a store or a text to calibrate on, not both")
+    if tuning and not data and not dry_run:
+        raise ConfigError("tuning (--tune, --preset best) wants --data SRC, a text to tune on, beside --calib or alone")
     if not calib and not data and not dry_run:
         raise ConfigError("wanted --calib CALIB_DIR (from svdq calibrate) or --data SRC to calibrate on")
-    if calib:
+    if calib and not tuning:
         options.refuse_given(
             context, ("samples", "seq_len", "min_tokens", "seed"), "belongs to --data; the store has its own"
         )
@@ -55,7 +63,10 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     where = resolve_device(device)
     model = open_inputs(model_dir, [data] if data else [], trust_remote_code)
     the_plan = preflight.plan(model, config)
-    preflight.check_run_output(out, the_plan, model)
+    untuned = f"{out}.untuned" if tuning else out
+    preflight.check_run_output(untuned, the_plan, model)
+    if tuning:
+        preflight.check_output(out, 2 * the_plan.output_bytes)
     store = Store.open(calib) if calib else None
     if store is not None:
         store.check_model(model.files.source_fingerprint())
@@ -72,17 +83,25 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         )
         console.say(tokens.summary())
     summary = pipeline.quantize(
-        model, out, config, store=store, data=tokens, calibration=None if store else calibration,
-        device=where, progress=console.progress,
+        model, untuned, config, store=store, data=None if store else tokens,
+        calibration=None if store else calibration, device=where, progress=console.progress,
     )  # fmt: skip
+    numbers = vars(summary) | {"mean_error": summary.mean_error}
+    if tuning:
+        assert tokens is not None
+        tuned = tune_file(console, model, untuned, out, tokens, tuning, where)
+        summary.path, numbers["tuned"] = Path(out), tuned
+        numbers["path"] = summary.path
+        Path(untuned).unlink()
     console.say(report.quantization_text(summary))
     if verbose:
         rows = [
             [name, layer["n"], layer["k"], report.percent(layer["error"])] for name, layer in summary.layers.items()
         ]
         console.say(report.table(["layer", "N", "K", "error"], rows))
-    options.write_report(json_file, vars(summary) | {"mean_error": summary.mean_error})
-    return 1 if strict and (summary.repairs or summary.warnings) else 0
+    options.write_report(json_file, numbers)
+    undone = bool(tuning) and not numbers["tuned"]["kept"]
+    return 1 if strict and (summary.repairs or summary.warnings or undone) else 0
 
 
 def _check_preset(store, preset: str, given: dict) -> None:

@@ -31,14 +31,10 @@ def command(model_dir, file, out, data, steps, rate, tokens_per_step, samples, s
 
     One sequence in eight is held out: if its outputs do not come closer to the original's, nothing is changed.
     """
-    from dataclasses import asdict
-
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
     from svdq.models import resolve_device
-    from svdq.pipeline import data_identity
     from svdq.preflight import check_output
     from svdq.quantized import open_quantized
-    from svdq.tune import tune, write_tuned
 
     config = TuneConfig(steps=steps, rate=rate, tokens_per_step=tokens_per_step, seed=seed)
     console = options.Console(quiet, json_file)
@@ -51,11 +47,24 @@ def command(model_dir, file, out, data, steps, rate, tokens_per_step, samples, s
         model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
     )
     console.say(tokens.summary())
+    numbers = tune_file(console, model, file, out, tokens, config, where)
+    options.write_report(json_file, numbers)
+    return 1 if strict and not numbers["kept"] else 0
+
+
+def tune_file(console, model, file, out, tokens, config: TuneConfig, device) -> dict:
+    """Tune one file into another, say what came of it, return the numbers."""
+    from dataclasses import asdict
+
+    from svdq.pipeline import data_identity
+    from svdq.quantized import open_quantized
+    from svdq.tune import tune, write_tuned
 
     def progress(stage: str, done: int, total: int) -> None:
         console.progress(stage, done, total, "step")
 
-    layers, report = tune(model, quantized, tokens, config, device=where, progress=progress)
+    quantized = open_quantized(file)
+    layers, report = tune(model, quantized, tokens, config, device=device, progress=progress)
     write_tuned(quantized, layers, out, config, data_identity(tokens), report)
     console.say(
         f"{out}: {len(layers)} linears, {report.steps} steps; on {report.held_out_tokens:,} held-out tokens "
@@ -63,5 +72,4 @@ def command(model_dir, file, out, data, steps, rate, tokens_per_step, samples, s
     )
     if not report.kept:
         console.warn("tuning did not help on held-out tokens: the layers are as they were; try a lower --rate")
-    options.write_report(json_file, {**asdict(report), "kept": report.kept})
-    return 1 if strict and not report.kept else 0
+    return {**asdict(report), "kept": report.kept}

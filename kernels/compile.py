@@ -90,6 +90,10 @@ def inv_rms_kernel(scalar: str) -> Kernel:
     return Kernel("inv_rms", (("SCALAR", scalar),))
 
 
+def walk_kernel() -> Kernel:
+    return Kernel("gptq_block")
+
+
 def rope_kernel(scalar: str, head_dim: int) -> Kernel:
     return Kernel("qknorm_rope", (("SCALAR", scalar), ("HEAD_DIM", head_dim)))
 
@@ -102,6 +106,7 @@ def all_kernels() -> list[Kernel]:
         *(gemm_kernel(out) for out in outs),
         *(small_m_kernel(out, halves) for out in outs for halves in (1, 2)),
         *(inv_rms_kernel(scalar) for scalar in SCALARS),
+        walk_kernel(),
         *(rope_kernel(scalar, size) for scalar in SCALARS for size in HEAD_DIMS),
     ]
 

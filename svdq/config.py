@@ -120,9 +120,9 @@ class QuantConfig:
 class TuneConfig:
     """How a finished checkpoint is tuned (svdq.tune). rate: of Adam, relative to each value's own size."""
 
-    steps: int = 60
-    rate: float = 1e-3
-    tokens_per_step: int = 1024
+    steps: int = 120
+    rate: float = 3e-3
+    tokens_per_step: int = 4096
     seed: int = 0
 
     def __post_init__(self):
@@ -172,6 +172,7 @@ def parse_override(text: str) -> tuple[str, dict[str, Any]]:
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: (calibration side, weight side), as differences from the defaults
     "quality": ({}, {}),
+    "best": ({}, {}),  # quality, then tuned: see TUNED_PRESETS
     "nunchaku": ({"rotation": "none", "act_clip": 1.0}, {}),
     # SVDQuant as published, to compare with
     "svdquant": (
@@ -183,6 +184,9 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"objective": "weight", "scale_search": False},
     ),
 }
+
+
+TUNED_PRESETS = ("best",)  # after quantize, svdq.tune
 
 
 def preset(name: str) -> tuple[dict[str, Any], dict[str, Any]]:

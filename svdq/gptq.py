@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from svdq.grid import Grid
-from svdq.rounding import group_scales
+from svdq.kernels import quantizer
+from svdq.rounding import SCALE_FRACTIONS, SMALLEST_SCALE, group_scales
 
 
 def upper_cholesky(hessian: Tensor) -> tuple[Tensor, bool]:
@@ -47,41 +48,77 @@ def gptq(
     importance  (k,) float32, weights of the columns' squared errors in that search (the Hessian's diagonal)
     block       columns per block; a multiple or a divisor of the group
     Returns     codes int8 (n, k) in [grid.lo, grid.hi], scales (n, k/group) in the grid's scale dtype.
-    Cost        O(n k²) time in float32, two copies of target.
+    Cost        O(n k²) time in float32, two copies of target. On a GPU a group of 64 is one launch of a kernel, where
+                it runs (svdq.kernels.quantizer); its sums have another order, so codes may differ near ties.
     """
     n, k = target.shape
     working = target.float().t().clone(memory_format=torch.contiguous_format)  # (k, n): a column is a row here
     factor = factor.float()
-    steps = factor / factor.diagonal()[:, None]  # a column's error, moved on: target[j] −= steps[i, j] · error[i]
-    codes = torch.empty((k, n), dtype=torch.float32, device=target.device)
-    scales = torch.empty((k // grid.group, n), dtype=torch.float32, device=target.device)
-    errors = torch.empty((block, n), dtype=torch.float32, device=target.device)
+    # a column's error, moved on: target[j] −= steps[i, j] · error[i]
+    steps = (factor / factor.diagonal()[:, None]).contiguous()
+    device, fused = target.device, _fused(target.device, grid)
+    block = grid.group if fused else block
+    codes = torch.empty((k, n), dtype=torch.int8 if fused else torch.float32, device=device)
+    scales = torch.empty((k // grid.group, n), dtype=torch.float32, device=device)
+    errors = torch.empty((block, n), dtype=torch.float32, device=device)
+    if fused:
+        weights = torch.ones(k, device=device) if importance is None else importance.float().contiguous()
+        tried = [fraction / grid.hi for fraction in (reversed(SCALE_FRACTIONS) if search else (1.0,))]
+        fractions = torch.tensor(tried, dtype=torch.float32, device=device)
     for start in range(0, k, block):
         stop = min(start + block, k)
-        local_steps = steps[start:stop, start:stop]
-        columns, rounded, missed = working[start:stop].unbind(), codes[start:stop].unbind(), errors.unbind()
-        for i, (column, code, error) in enumerate(zip(columns, rounded, missed, strict=False)):
-            position = start + i
-            if position % grid.group == 0:
-                end = position + grid.group
-                members = working[position:end]
-                if end > stop and i > 0:  # the group reaches beyond this block: bring its tail up to date first
-                    members = members.clone()
-                    members[stop - position :] -= steps[start:position, stop:end].t() @ errors[:i]
-                scale = group_scales(
-                    members.t(),
-                    grid,
-                    search=search,
-                    importance=None if importance is None else importance[position:end],
-                )
-                scales[position // grid.group] = scale
-            torch.div(column, scale, out=code).round_().clamp_(grid.lo, grid.hi)
-            torch.addcmul(column, code, scale, value=-1, out=error)
-            if i + 1 < stop - start:
-                working[position + 1 : stop].addr_(local_steps[i, i + 1 :], error, alpha=-1.0)
+        if fused:
+            columns, local = slice(start, stop), steps[start:stop, start:stop]
+            chosen = codes[columns], scales[start // block], errors
+            quantizer.walk(
+                working[columns], local, weights[columns], fractions, SMALLEST_SCALE, grid.lo, grid.hi, *chosen
+            )
+        else:
+            _walk_block(working, steps, grid, search, importance, codes, scales, errors, start, stop)
         if stop < k:
             working[stop:].addmm_(steps[start:stop, stop:].t(), errors[: stop - start], alpha=-1.0)
     return codes.t().to(torch.int8).contiguous(), scales.t().to(grid.scale_dtype).contiguous()
+
+
+def _fused(device: torch.device, grid: Grid) -> bool:
+    kept = grid.group == quantizer.GROUP and grid.scale_dtype == torch.float16
+    return kept and device.type == "cuda" and quantizer.why_not(device) is None
+
+
+def _walk_block(
+    working: Tensor,
+    steps: Tensor,
+    grid: Grid,
+    search: bool,
+    importance: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    errors: Tensor,
+    start: int,
+    stop: int,
+) -> None:
+    """Columns start … stop of `gptq`, without what they owe the columns from stop on."""
+    local_steps = steps[start:stop, start:stop]
+    columns, rounded, missed = working[start:stop].unbind(), codes[start:stop].unbind(), errors.unbind()
+    for i, (column, code, error) in enumerate(zip(columns, rounded, missed, strict=False)):
+        position = start + i
+        if position % grid.group == 0:
+            end = position + grid.group
+            members = working[position:end]
+            if end > stop and i > 0:  # the group reaches beyond this block: bring its tail up to date first
+                members = members.clone()
+                members[stop - position :] -= steps[start:position, stop:end].t() @ errors[:i]
+            scale = group_scales(
+                members.t(),
+                grid,
+                search=search,
+                importance=None if importance is None else importance[position:end],
+            )
+            scales[position // grid.group] = scale
+        torch.div(column, scales[position // grid.group], out=code).round_().clamp_(grid.lo, grid.hi)
+        torch.addcmul(column, code, scales[position // grid.group], value=-1, out=error)
+        if i + 1 < stop - start:
+            working[position + 1 : stop].addr_(local_steps[i, i + 1 :], error, alpha=-1.0)
 
 
 def coordinate_descent(

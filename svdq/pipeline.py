@@ -32,7 +32,7 @@ from svdq.errors import CheckpointError, ConfigError, NumericsError
 from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linear
 from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import ActivationSums
-from svdq.preflight import Plan, check_groups, check_run_output, plan, token_warnings
+from svdq.preflight import Plan, check_groups, check_run_output, device_warnings, plan, token_warnings
 
 TOKENS_PER_BATCH = 4096
 WIDE = 2048  # channels from which a site's factorizations gain from more threads than its GPTQ loses
@@ -213,7 +213,7 @@ def quantize(
     repairs = [f"{name}: {repair}" for name, layer in layers.items() for repair in layer["repairs"]]
     repairs += [f"{name}: left in 16 bits, it never ran during calibration" for name in never_ran]
     left = the_plan.left_16bit + never_ran
-    warnings = token_warnings(the_plan.linears, calibrated["tokens"])
+    warnings = token_warnings(the_plan.linears, calibrated["tokens"]) + device_warnings(device)
     # written in the work directory, so that a killed run leaves nothing beside the output
     assemble(model, work / "output.safetensors", config, activation, calibrated, finished, layers, left, repairs)
     (work / "output.safetensors").replace(out)

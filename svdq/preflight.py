@@ -13,6 +13,7 @@ import torch
 from svdq import schema
 from svdq.config import ACTIVATION_GROUP, QuantConfig, matches
 from svdq.errors import CheckpointError, ConfigError
+from svdq.kernels import quantizer
 from svdq.models import Linear, Model
 
 _WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -148,6 +149,13 @@ def _indivisible(linear: Linear, group: int) -> str:
         f"{linear.name}: in_features {linear.k} is not a multiple of the group size {group}; "
         f"leave it in 16 bits with --ignore '{linear.name}'"
     )
+
+
+def device_warnings(device: torch.device) -> list[str]:
+    """A GPU without the kernel of GPTQ's inner loop does the same in torch, column by column."""
+    if device.type != "cuda" or not (reason := quantizer.why_not(device)):
+        return []
+    return [f"GPTQ ran column by column in torch, some thirty times slower than its kernel: {reason}"]
 
 
 def token_warnings(linears: list[Linear], tokens: int) -> list[str]:

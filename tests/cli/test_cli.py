@@ -86,7 +86,7 @@ def model(toy):
     (["quantize", "MODEL", "OUT", "--damping", "nan", "--data", "IDS"], ["damping", "nan"]),
     (["quantize", "MODEL", "OUT", "--objective", "speed", "--data", "IDS"], ["objective", "speed", "output, weight"]),
     (["quantize", "MODEL", "OUT", "--svd", "fast", "--data", "IDS"], ["svd", "fast", "exact"]),
-    (["quantize", "MODEL", "OUT", "--preset", "best", "--data", "IDS"], ["best", "quality, nunchaku, svdquant, plain"]),
+    (["quantize", "MODEL", "OUT", "--preset", "fastest", "--data", "IDS"], ["fastest", "quality, best, nunchaku, svdquant, plain"]),
     (["quantize", "MODEL", "OUT", "--rotation", "dct", "--data", "IDS"], ["rotation", "dct", "hadamard64"]),
     (["quantize", "MODEL", "OUT", "--act-clip", "2", "--data", "IDS"], ["act_clip", "2.0"]),
     (["quantize", "MODEL", "OUT", "--override", "down_proj", "--data", "IDS"], ["--override", "down_proj"]),
@@ -107,7 +107,7 @@ def model(toy):
     (["quantize", "MODEL", "OUT", "--data", "IDS", "--smoothing", "much"], ["--smoothing", "'much'", "'search'"]),
     (["quantize", "MODEL", "OUT", "--data", "IDS", "--smoothing", "2"], ["smoothing", "2.0", "'search'"]),
     (["calibrate", "MODEL", "--data", "IDS"], ["--out"]),
-    (["calibrate", "MODEL", "-o", "S", "--data", "IDS", "--preset", "best"], ["--preset", "best"]),
+    (["calibrate", "MODEL", "-o", "S", "--data", "IDS", "--preset", "fastest"], ["--preset", "fastest"]),
     (["calibrate", "MODEL", "-o", "S", "--data", "IDS", "--only", "qproj"], ["--only 'qproj'", "matches none"]),
     (["verify", "OUT"], ["--model"]),
     (["verify", "nowhere", "--model", "MODEL"], ["nowhere"]),
@@ -341,6 +341,27 @@ def test_a_tuning_that_is_undone_is_said_and_strict_makes_it_exit_code_1(svdq, q
     tensors = (safetensors.torch.load_file(path) for path in (file, out))
     before, after = ({name: tensor.tolist() for name, tensor in found.items()} for found in tensors)
     assert before == after
+
+
+def test_quantize_tune_is_quantize_and_then_tune_byte_for_byte(svdq, model, calibration_ids, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", calibration_ids, "--min-tokens", "1"]
+    assert svdq("calibrate", model, "-o", "store", *data).code == 0
+    result = svdq("quantize", model, "once", "--calib", "store", *data, "--tune", "3", "--json", "report.json")
+    assert result.code == 0, result
+    assert "3 steps" in result.out
+    assert svdq("quantize", model, "first", "--calib", "store").code == 0
+    assert svdq("tune", model, "first", "then", *data, "--steps", "3").code == 0
+    assert (tmp_path / "once").read_bytes() == (tmp_path / "then").read_bytes()
+    report = strict_json((tmp_path / "report.json").read_text())
+    assert report["tuned"]["steps"] == 3 and report["path"] == "once"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "once", "report.json", "store", "then"]
+
+
+@pytest.mark.parametrize("option", [["--tune", "3"], ["--preset", "best"]])
+def test_tuning_without_a_text_is_refused_before_any_work(svdq, refused, model, calibration_ids, tmp_path, option):
+    assert svdq("calibrate", model, "-o", tmp_path / "store", "--data", calibration_ids, "--min-tokens", "1").code == 0
+    assert "--data" in refused("quantize", model, tmp_path / "out", "--calib", tmp_path / "store", *option)
 
 
 def test_a_store_of_another_preset_is_refused_by_name(svdq, refused, model, calibration_ids, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import ops
+from svdq.kernels import ops, quantizer
 from svdq.kernels.compile import ARCHITECTURES, all_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
@@ -89,6 +89,9 @@ def recorded():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "launch", record)
+        patch.setattr(quantizer, "launch", record)
+        columns, group = empty(64, 4096), empty(64)
+        quantizer.walk(columns, empty(64, 64), group, group, 2.0**-24, -7, 7, columns.char(), group, columns)
         for dtype in ops.SCALAR:
             for m, k in ((1, 128), (16, 8192), (17, 8192), (4096, 8192)):
                 x = empty(m, k, dtype=dtype)

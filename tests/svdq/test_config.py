@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from svdq.cli import options
 from svdq.config import (
     CalibrationConfig,
     LayerConfig,
     QuantConfig,
+    TuneConfig,
     first_difference,
     matches,
     parse_override,
@@ -228,6 +230,13 @@ def test_quality_is_smoothing_075_rotation_clip_085_and_the_output_objective_wit
     assert (layer.objective, layer.scale_search, layer.sweeps) == ("output", True, 0)
 
 
+def test_best_is_quality_and_then_tuned():
+    assert made("best") == made("quality")
+    assert [options.tune_config(name, None, 0) for name in ("best", "quality")] == [TuneConfig(), None]
+    assert options.tune_config("quality", 7, 3) == TuneConfig(steps=7, seed=3)
+    assert options.tune_config("best", 0, 0) is None
+
+
 def test_nunchaku_is_smoothing_075_without_rotation_or_clip():
     calibration, layer = made("nunchaku")
     assert (calibration.smoothing, calibration.rotation, calibration.act_clip) == (0.75, "none", 1.0)
@@ -247,8 +256,8 @@ def test_svdquant_is_the_published_method():
 
 
 def test_an_unknown_preset_is_a_config_error_that_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'best'.*quality, nunchaku, svdquant, plain"):
-        preset("best")
+    with pytest.raises(ConfigError, match=r"'fastest'.*quality, best, nunchaku, svdquant, plain"):
+        preset("fastest")
 
 
 # ------------------------------------------------------------------------------------------------ first difference

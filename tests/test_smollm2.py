@@ -1,5 +1,6 @@
 """The real model that `make test` fetches: two blocks of SmolLM2-135M-Instruct through every command."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -70,3 +71,33 @@ def test_the_loaded_model_still_speaks_english(checkpoint):
     ids = torch.tensor([tokenizer("The capital of France is")["input_ids"]])
     told = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
     assert "Paris" in tokenizer.decode(told[0])
+
+
+@pytest.fixture(scope="module")
+def four_blocks(tmp_path_factory):
+    """The model cut after its fourth block."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("four_blocks")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
+    model.model.layers = model.model.layers[:4]
+    model.config.num_hidden_layers = 4
+    model.config.layer_types = None
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+def test_the_quality_script_orders_plain_svdquant_and_the_default(four_blocks, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    quality = importlib.import_module("quality")
+    places = {"calibration": "calibration", "in_domain": "held_out", "kjv": "other_domain", "novel": "other_domain"}
+    monkeypatch.setattr(quality, "make_texts", lambda _: {name: TEXTS / f"{text}.txt" for name, text in places.items()})
+    options = ["--model", four_blocks, "--rows", "plain,svdquant,quality", "--samples", 8, "--eval-samples", 2]
+    out = tmp_path / "quality.json"
+    assert quality.main([*map(str, options), "--work", str(tmp_path), "--out", str(out), "--jobs", "2"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    errors = {key: row["summary"]["token_error"]["mean"] for key, row in rows.items()}
+    # measured 18.0, 10.3 and 7.5 %
+    assert errors["plain"] > 1.4 * errors["svdquant"]
+    assert errors["svdquant"] > 1.2 * errors["quality"]

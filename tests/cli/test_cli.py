@@ -86,7 +86,7 @@ def model(toy):
     (["quantize", "MODEL", "OUT", "--damping", "nan", "--data", "IDS"], ["damping", "nan"]),
     (["quantize", "MODEL", "OUT", "--objective", "speed", "--data", "IDS"], ["objective", "speed", "output, weight"]),
     (["quantize", "MODEL", "OUT", "--svd", "fast", "--data", "IDS"], ["svd", "fast", "exact"]),
-    (["quantize", "MODEL", "OUT", "--preset", "fastest", "--data", "IDS"], ["fastest", "quality, best, nunchaku, svdquant, plain"]),
+    (["quantize", "MODEL", "OUT", "--preset", "fast", "--data", "IDS"], ["fast", "quality, best, nunchaku, svdquant"]),
     (["quantize", "MODEL", "OUT", "--rotation", "dct", "--data", "IDS"], ["rotation", "dct", "hadamard64"]),
     (["quantize", "MODEL", "OUT", "--act-clip", "2", "--data", "IDS"], ["act_clip", "2.0"]),
     (["quantize", "MODEL", "OUT", "--override", "down_proj", "--data", "IDS"], ["--override", "down_proj"]),

@@ -24,6 +24,7 @@ from svdq.config import CalibrationConfig
 from svdq.errors import CheckpointError, DataError
 from svdq.models import Linear, Model, materialize, read_weight, release
 from svdq.objective import ActivationSums
+from svdq.ranks import ALONE, Ranks
 from svdq.rounding import ActivationTransform
 
 REPLAY_BYTES = 2 << 30  # a block's inputs up to this size are kept between the two passes instead of run again
@@ -276,17 +277,21 @@ class BlockSums:
 
 
 def record_block(
-    stream: BlockStream, visit: Visit, linears: list[Linear], config: CalibrationConfig
+    stream: BlockStream, visit: Visit, linears: list[Linear], config: CalibrationConfig, ranks: Ranks = ALONE
 ) -> BlockSums | None:
     """Both passes over one block; also advances the stream. None until the block's last visit.
 
-    Raises DataError naming linear and sequence if an input is not finite.
+    ranks   with several, the sums are whole on the rank that owns the block, and of no use elsewhere
+    Raises  DataError naming linear and sequence if an input is not finite.
     """
     if not visit.last:
         return None
     first = _FirstPass(visit, samples=config.smoothing == "search")
     with watch_inputs(stream.model.tree, linears, first.see):
         stream.advance(first.run())
+    ranks.check_same(first.members, f"{visit.path}: which linears share an input")
+    for statistics in first.statistics.values():
+        statistics.add_up(ranks)
     by_name = {linear.name: linear for linear in linears}
     accumulators = {}
     for leader, statistics in first.statistics.items():
@@ -309,6 +314,8 @@ def record_block(
             stream.model.tree, leaders, lambda linear, x: accumulators[linear.name].add(token_rows(x, linear.k))
         ):
             visit.run_all()
+    for accumulator in accumulators.values():
+        accumulator.add_up(ranks, ranks.owner(visit.block))
     return BlockSums(
         sites=first.members,
         sums={name: accumulator.finish() for name, accumulator in accumulators.items()},

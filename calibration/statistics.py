@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from svdq.objective import ActivationSums, gram
+from svdq.ranks import Ranks
 from svdq.rounding import ActivationTransform, fake_quantize_activation
 
 CHUNK_TOKENS = 4096
@@ -31,6 +32,14 @@ class ChannelStatistics:
         self.absmax = torch.maximum(self.absmax, x.abs().amax(0)) if len(x) else self.absmax
         self.tokens += len(x)
         return bool(torch.isfinite(self.energy).all())
+
+    def add_up(self, ranks: Ranks) -> None:
+        """The statistics of all ranks' tokens, on all."""
+        tokens = torch.tensor(self.tokens, device=self.energy.device)
+        ranks.add(self.energy)
+        ranks.largest(self.absmax)
+        ranks.add(tokens)
+        self.tokens = int(tokens)
 
     def smoothing(self, exponent: float) -> Tensor | None:
         """s_k = rms_k^exponent; None for exponent 0."""
@@ -71,6 +80,13 @@ class SumAccumulator:
             self.xq += transformed.t() @ quantized
             self.qq += gram(quantized)
         self.tokens += len(x)
+
+    def add_up(self, ranks: Ranks, owner: int) -> None:
+        """The sums over all ranks' tokens, on the owner."""
+        tokens = torch.tensor(self.tokens, device=self.xx.device)
+        for tensor in (self.xx, self.xq, self.qq, tokens):
+            ranks.add_on(owner, tensor)
+        self.tokens = int(tokens)
 
     def finish(self, dtype: torch.dtype = torch.float32) -> ActivationSums:
         """The sums; float32 is what the store keeps."""

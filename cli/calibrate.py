@@ -18,9 +18,10 @@ from svdq.cli import options
 @options.remote_code
 @click.option("--strict", is_flag=True, help="Exit 1 if there is a warning.")
 @options.device_option
+@options.timeout_option
 @options.output_options
 def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip,
-            ignore, only, trust_remote_code, strict, device, json_file, quiet):  # fmt: skip
+            ignore, only, trust_remote_code, strict, device, timeout, json_file, quiet):  # fmt: skip
     """Take the activation sums of MODEL_DIR on SRC. Running it again resumes an unfinished store."""
     from dataclasses import asdict
 
@@ -28,13 +29,15 @@ def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, sm
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
     from svdq.config import LayerConfig, QuantConfig
     from svdq.models import resolve_device
+    from svdq.ranks import join, local_device
 
     config = options.calibration_config(
         preset, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
         smoothing=smoothing, rotation=rotation, act_clip=act_clip,
     )  # fmt: skip
     console = options.Console(quiet, json_file)
-    where = resolve_device(device)
+    where = resolve_device(local_device(device))
+    ranks = join(where, timeout)
     model = open_inputs(model_dir, [data], trust_remote_code)
     selection = QuantConfig(LayerConfig(rank=0), ignore, only)  # the rank is quantize's business
     linears = preflight.plan(model, selection).linears
@@ -44,7 +47,9 @@ def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, sm
         model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
     )
     console.say(tokens.summary())
-    summary = pipeline.calibrate(model, out, tokens, config, linears=linears, device=where, progress=console.progress)
+    summary = pipeline.calibrate(
+        model, out, tokens, config, linears=linears, device=where, progress=console.progress, ranks=ranks
+    )
     for warning in summary.warnings:
         console.warn(warning)
     console.say(f"{out}: {summary.sites} sites in {summary.blocks} blocks, {summary.seconds:.1f} s")

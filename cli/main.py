@@ -13,6 +13,7 @@ import click
 from svdq import __version__
 from svdq.cli import calibrate, export_packed, inspect, kernels, quantize, tune, verify
 from svdq.errors import SvdqError
+from svdq.ranks import is_first_to_fail, leave
 from svdq.report import printable
 
 
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: run, and turn every expected failure into one line and an exit code."""
     try:
         code = svdq.main(arguments, prog_name="svdq", standalone_mode=False)
+        leave()
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         resumable = any(name in (arguments or sys.argv[1:2]) for name in ("calibrate", "quantize"))
         kept = "; finished blocks are kept, the same command goes on from there" if resumable else ""
-        click.echo(f"svdq: interrupted{kept}", err=True)
+        _say(f"svdq: interrupted{kept}")
         code = 130
     except SvdqError as error:
         code = _fail(f"svdq: {error}")
@@ -57,8 +59,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str) -> int:
-    click.echo(printable(message), err=True)
+    _say(printable(message))
     return 2
+
+
+def _say(message: str) -> None:
+    """Under torchrun the first rank that fails speaks for all."""
+    if is_first_to_fail():
+        click.echo(message, err=True)
 
 
 if __name__ == "__main__":

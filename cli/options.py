@@ -24,6 +24,7 @@ from svdq.config import (
     preset,
 )
 from svdq.errors import ConfigError
+from svdq.ranks import TIMEOUT, rank
 
 
 def _check_json(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -70,6 +71,9 @@ output_options = _stack(
         help="Write the numbers as JSON; - for standard output.",
     ),
     click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+)
+timeout_option = click.option(
+    "--timeout", type=click.FloatRange(1), default=TIMEOUT, show_default=True, help="Under torchrun: seconds to wait."
 )
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Print every layer.")
 remote_code = click.option("--trust-remote-code", is_flag=True, help="Run code that the model directory brings.")
@@ -144,7 +148,7 @@ def refuse_given(context: click.Context, names: tuple[str, ...], why: str) -> No
 
 
 def write_report(json_file: str | None, numbers: dict[str, Any]) -> None:
-    if json_file is None:
+    if json_file is None or rank() > 0:
         return
     text = json.dumps(_plain(numbers), indent=1, sort_keys=True, allow_nan=False)
     if json_file == "-":
@@ -171,7 +175,7 @@ class Console:
     """Progress on a terminal's stderr; results on stdout, unless --quiet or JSON is to stand there alone."""
 
     def __init__(self, quiet: bool, json_file: str | None):
-        self.quiet = quiet or json_file == "-"
+        self.quiet = quiet or json_file == "-" or rank() > 0
         self._bar: Any = None
 
     def say(self, text: str) -> None:
@@ -179,7 +183,8 @@ class Console:
             click.echo(text)
 
     def warn(self, text: str) -> None:
-        click.echo(f"warning: {text}", err=True)
+        if rank() == 0:
+            click.echo(f"warning: {text}", err=True)
 
     def progress(self, stage: str, done: int, total: int, unit: str = "block") -> None:
         if self.quiet or not sys.stderr.isatty():

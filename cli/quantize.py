@@ -24,12 +24,14 @@ from svdq.cli import options
 @click.option("--strict", is_flag=True, help="Exit 1 if anything was repaired, left in 16 bits unasked, or warned of.")
 @options.remote_code
 @options.device_option
+@options.timeout_option
 @options.output_options
 @options.verbose_option
 @click.pass_context
 def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation,
-            act_clip, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune, ignore,
-            only, linears_only, dry_run, strict, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
+            act_clip, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune, ignore, only,
+            linears_only, dry_run, strict, trust_remote_code, device, timeout, json_file, quiet,
+            verbose):  # fmt: skip
     """Quantize MODEL_DIR into OUT.safetensors. A killed run resumes when the same command is given again."""
     from pathlib import Path
 
@@ -39,6 +41,7 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     from svdq.cli.tune import tune_file
     from svdq.errors import ConfigError
     from svdq.models import resolve_device
+    from svdq.ranks import join, local_device
 
     config = options.quant_config(
         preset, ignore, only, override, linears_only, rank=rank, group_size=group_size, rounds=rounds,
@@ -60,7 +63,8 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
             context, ("samples", "seq_len", "min_tokens", "seed"), "belongs to --data; the store has its own"
         )
     console = options.Console(quiet, json_file)
-    where = resolve_device(device)
+    where = resolve_device(local_device(device))
+    ranks = join(where, timeout)
     model = open_inputs(model_dir, [data] if data else [], trust_remote_code)
     the_plan = preflight.plan(model, config)
     untuned = f"{out}.untuned" if tuning else out
@@ -84,8 +88,10 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         console.say(tokens.summary())
     summary = pipeline.quantize(
         model, untuned, config, store=store, data=None if store else tokens,
-        calibration=None if store else calibration, device=where, progress=console.progress,
+        calibration=None if store else calibration, device=where, progress=console.progress, ranks=ranks,
     )  # fmt: skip
+    if summary is None:
+        return 0  # rank 0 does the rest
     numbers = vars(summary) | {"mean_error": summary.mean_error}
     if tuning:
         assert tokens is not None

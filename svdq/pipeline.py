@@ -27,12 +27,13 @@ from svdq.calibration.data import TokenData, batches
 from svdq.calibration.sources import locate
 from svdq.calibration.store import Store
 from svdq.checkpoint import open_file, read_json, write_json
-from svdq.config import CalibrationConfig, QuantConfig, first_difference, to_dict
+from svdq.config import SEARCH, CalibrationConfig, QuantConfig, first_difference, to_dict
 from svdq.errors import CheckpointError, ConfigError, NumericsError
 from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linear
 from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import ActivationSums
 from svdq.preflight import Plan, check_groups, check_run_output, device_warnings, plan, token_warnings
+from svdq.ranks import ALONE, Ranks
 
 TOKENS_PER_BATCH = 4096
 WIDE = 2048  # channels from which a site's factorizations gain from more threads than its GPTQ loses
@@ -64,20 +65,21 @@ def _record_blocks(
     config: CalibrationConfig,
     device: torch.device,
     have: Callable[[int], bool],
+    ranks: Ranks = ALONE,
 ) -> Iterator[tuple[int, BlockSums | None]]:
     """Stream the model; per block its sums, or None where `have` says they are not needed again."""
     needed = [b for b in range(len(model.blocks)) if not have(b)]
     if not needed:
         return
     dtype = compute_dtype(model, device)
-    stream = BlockStream(model, batches(data.sequences, TOKENS_PER_BATCH), device, dtype)
+    stream = BlockStream(model, batches(ranks.share(data.sequences), TOKENS_PER_BATCH), device, dtype)
     for visit in stream:
         if have(visit.block):
             if visit.last:
                 yield visit.block, None
         else:
             members = [linear for linear in linears if linear.block == visit.block]
-            if (result := record_block(stream, visit, members, config)) is not None:
+            if (result := record_block(stream, visit, members, config, ranks)) is not None:
                 yield visit.block, result
         if visit.last and visit.block == needed[-1]:
             return
@@ -101,8 +103,12 @@ def calibrate(
     linears: list[Linear] | None = None,
     device: torch.device | str = "cpu",
     progress: Progress = _silent,
+    ranks: Ranks = ALONE,
 ) -> CalibrationSummary:
-    """Take the sums of every site and write the store; resumes an unfinished one."""
+    """Take the sums of every site and write the store; resumes an unfinished one.
+
+    With several ranks each runs its share of the sequences, and all must see the directory.
+    """
     started = time.perf_counter()
     linears = model.linears if linears is None else linears
     check_groups(linears)
@@ -114,16 +120,23 @@ def calibrate(
         "device": torch.device(device).type,
         "svdq": __version__,
     }
-    store = Store.create_or_resume(out, identity, len(model.blocks))
+    if len(data.sequences) < ranks.count:
+        raise ConfigError(f"{data.source}: {len(data.sequences)} sequences for {ranks.count} ranks; wanted one each")
+    if ranks.count > 1 and config.smoothing == SEARCH:
+        raise ConfigError("--smoothing search: looks at all tokens in one process; calibrate without torchrun")
+    store = ranks.agree(lambda: Store.create_or_resume(out, identity, len(model.blocks)))
     total, done = len(model.blocks), 0
+    there = ranks.agree(lambda: {block for block in range(total) if store.has(block)})
     progress("calibrate", 0, total)
     if not store.manifest.get("finished"):
-        for block, result in _record_blocks(model, linears, data, config, torch.device(device), store.has):
-            if result is not None:
+        where, have = torch.device(device), there.__contains__
+        for block, result in _record_blocks(model, linears, data, config, where, have, ranks):
+            if result is not None and ranks.owns(block):
                 store.write(block, result)
             done += 1
             progress("calibrate", done, total)
-        store.finish()
+        ranks.wait()
+        ranks.agree(store.finish)
     progress("calibrate", total, total)
     sites = sum(len(json.loads(open_file(store.path(b)).metadata["sites"])) for b in range(total))
     return CalibrationSummary(
@@ -163,9 +176,12 @@ def quantize(
     calibration: CalibrationConfig | None = None,
     device: torch.device | str = "cpu",
     progress: Progress = _silent,
-) -> QuantizationSummary:
+    ranks: Ranks = ALONE,
+) -> QuantizationSummary | None:
     """Quantize a model from a calibration store, or from data directly (same bytes either way).
 
+    With several ranks, each quantizes blocks of its own, from a store; the bytes are those of one. Rank 0 alone writes
+    the file and returns the summary; the others return None when they have done their part.
     Raises ConfigError if a work directory of another configuration is there, or the store is of another model;
     NumericsError and DataError name the layer.
     """
@@ -182,26 +198,33 @@ def quantize(
         "device": device.type,
         "svdq": __version__,
     }
-    _open_work(work, identity)
+    if store is None and ranks.count > 1:
+        raise ConfigError("several ranks quantize from a store: run svdq calibrate first, then give --calib")
+    ranks.agree(lambda: _open_work(work, identity))
 
     def block_file(block: int) -> Path:
         return work / f"block-{block:05d}.safetensors"
 
     total = len(model.blocks)
-    resumed = sum(block_file(b).exists() for b in range(total))
     progress("quantize", 0, total)
-
-    def have(block: int) -> bool:
-        return block_file(block).exists()
-
+    there = ranks.agree(lambda: {block for block in range(total) if block_file(block).exists()})
     if store is not None:
-        sums: Iterator = ((b, None if have(b) else store.read(b)) for b in range(total))
+        missing = ranks.share([b for b in range(total) if b not in there])
+        done = [] if ranks.count > 1 else sorted(there)
+        sums: Iterator = ((b, store.read(b) if b in missing else None) for b in sorted([*missing, *done]))
     else:
         assert data is not None and calibration is not None
-        sums = _record_blocks(model, the_plan.linears, data, calibration, device, have)
+        sums = _record_blocks(model, the_plan.linears, data, calibration, device, there.__contains__)
     _quantize_blocks(model, the_plan, config, device, sums, block_file, total, progress, overlap=store is not None)
+    if ranks.rank:
+        return None
 
-    finished = [open_file(block_file(b)) for b in range(total) if have(b)]
+    def written() -> int:
+        return sum(block_file(b).exists() for b in range(total))
+
+    if store is not None:
+        ranks.wait_until(written, total, "blocks are quantized")
+    finished = [open_file(block_file(b)) for b in range(total) if block_file(b).exists()]
     layers: dict[str, dict] = {}
     never_ran: list[str] = []
     for file in finished:
@@ -229,7 +252,7 @@ def quantize(
         warnings=warnings,
         source_bytes=source_bytes,
         output_bytes=out.stat().st_size,
-        resumed_blocks=resumed,
+        resumed_blocks=len(there),
         seconds=time.perf_counter() - started,
     )
 

@@ -282,7 +282,7 @@ def shown_command(arguments, script="quality.py"):
             return argument
         return option + equals + str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)
 
-    return f"python benchmarks/{script} " + shlex.join(map(short, arguments))
+    return shlex.join(["python", f"benchmarks/{script}", *map(short, arguments)])
 
 
 def parse(arguments):

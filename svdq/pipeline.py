@@ -196,6 +196,7 @@ def quantize(
         "calibration": calibrated,
         "source": model.files.source_fingerprint(),
         "device": device.type,
+        "blocks": len(model.blocks),
         "svdq": __version__,
     }
     if store is None and ranks.count > 1:

@@ -230,6 +230,33 @@ def inspection_text(facts: dict[str, Any], all_tensors: bool = False) -> str:
     return "\n".join(lines + (listed(facts["repairs"], "repairs") or ["no repairs"]))
 
 
+def job_text(facts: dict[str, Any], every_layer: bool = False) -> str:
+    """The state of a job, from svdq.jobs.state."""
+    done, total, each = facts["done"], facts["blocks"], facts["seconds_a_block"]
+    lines = [f"{facts['directory']}: svdq {facts['kind']}, {done} of {total} blocks done"]
+    if facts["finished"]:
+        lines[0] += ", finished"
+    elif facts["seems_dead"]:
+        silent = f"{facts['silent_seconds']:.0f} s"
+        lines.append(f"nothing new for {silent}: it seems to have ended; the same command goes on from there")
+    elif each is not None:
+        last = f"last block {facts['silent_seconds']:.0f} s ago"
+        lines.append(f"{each:.1f} s a block, {facts['seconds_left']:.0f} s left; {last}")
+    layers = facts["layers"]
+    if layers:
+        mean = sum(layer["error"] for layer in layers.values()) / len(layers)
+        lines.append(f"{len(layers)} linears, mean error {percent(mean)}")
+    if every_layer and layers:
+        rows = [
+            [name, percent(layer["rounds"][0]["error"]), percent(layer["error"]), f"{layer['seconds']:.2f}",
+             f"{layer['damping']:.3g}", len(layer["repairs"])]
+            for name, layer in layers.items()
+        ]  # fmt: skip
+        lines.append(table(["layer", "first round", "kept", "s", "damping", "repairs"], rows))
+    repairs = [f"{name}: {repair}" for name, layer in layers.items() for repair in layer["repairs"]]
+    return "\n".join(lines + listed(repairs, "repairs") + listed(facts["never_ran"], "never ran"))
+
+
 def kernels_text(facts: dict[str, Any], every_kernel: bool = False) -> str:
     """What the cache holds: kernels x architectures; or, with every_kernel, a row for each that is compiled."""
     architectures = facts["architectures"]

@@ -15,16 +15,16 @@ from svdq.config import QuantConfig, to_dict
 from svdq.grid import pack_nibbles
 from svdq.layer import QuantizedLinear
 from svdq.models import Linear, Model
-from svdq.objective import ActivationSums
 from svdq.preflight import Plan
+from svdq.rounding import ActivationTransform
 
 
 def write_block(the_plan: Plan, block: int, sums: BlockSums, results: list, config: QuantConfig, path: Path) -> None:
     """One finished block: its stored tensors, and its report in the header, in one file that appears whole."""
     entries: list[Entry] = []
     layers: dict[str, dict] = {}
-    for linear, result, activation in results:
-        entries += _canonical_entries(linear, result, activation)
+    for linear, result, transform in results:
+        entries += _canonical_entries(linear, result, transform)
         layers[linear.name] = {
             "n": linear.n,
             "k": linear.k,
@@ -40,17 +40,17 @@ def write_block(the_plan: Plan, block: int, sums: BlockSums, results: list, conf
     write_file(path, entries, {"report": json.dumps(report), "sites": json.dumps(sums.sites)})
 
 
-def _canonical_entries(linear: Linear, result: QuantizedLinear, sums: ActivationSums) -> list[Entry]:
+def _canonical_entries(linear: Linear, result: QuantizedLinear, transform: ActivationTransform) -> list[Entry]:
     tensors = {
         "qweight": pack_nibbles(result.codes),
         "w_scales": result.scales,
         "proj_down": result.proj_down,
         "proj_up": result.proj_up,
     }
-    if sums.transform.smooth is not None:
-        tensors["smooth"] = sums.transform.smooth
-    if sums.transform.clip != 1.0:
-        tensors["act_clip"] = torch.tensor(sums.transform.clip, dtype=torch.float32)
+    if transform.smooth is not None:
+        tensors["smooth"] = transform.smooth
+    if transform.clip != 1.0:
+        tensors["act_clip"] = torch.tensor(transform.clip, dtype=torch.float32)
     return [Entry(f"{linear.name}.{suffix}", t.dtype, tuple(t.shape), t.cpu) for suffix, t in tensors.items()]
 
 

@@ -30,6 +30,7 @@ from svdq.gptq import coordinate_descent, gptq, inverse_factor, upper_cholesky
 from svdq.grid import INT4_WEIGHT
 from svdq.lowrank import factors, low_rank, top_left_vectors
 from svdq.objective import ActivationSums, gram, relative
+from svdq.rounding import ActivationTransform
 
 MAX_RATIO = 20.0  # of the mean diagonal: 12 raises from 1e-6; more would be another matrix
 
@@ -43,7 +44,8 @@ def damping_ratio(channels: int, tokens: int) -> float:
 class PreparedSite:
     """The factorizations that the linears of one site share: all (k, k) float32, of the damped sums."""
 
-    sums: ActivationSums
+    transform: ActivationTransform
+    tokens: int
     damping: float  # the ratio used
     shift: float  # λ itself
     chol_xx: Tensor  # C with C·Cᵀ = Hxx
@@ -87,51 +89,60 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
     if mean_energy == 0.0:
         repairs.append("inputs all zero: identity metric")
         mean_energy = 1.0
-    damping = damping_ratio(channels, sums.tokens) if config.damping is None else config.damping
-    metric = sums.qq if config.objective == "output" else sums.xx
-    ridge = torch.eye(channels, dtype=torch.float64, device=sums.xx.device) * mean_energy
+    ratio = damping_ratio(channels, sums.tokens) if config.damping is None else config.damping
+    sees_codes = config.objective == "output"
+    metric = sums.qq if sees_codes else sums.xx
 
-    def factorize(damping: float) -> tuple[Tensor, Tensor] | None:
-        chol_xx, info = torch.linalg.cholesky_ex(sums.xx.double() + ridge * damping)
-        upper, passed = upper_cholesky(metric.double() + ridge * damping)
+    def damped(matrix: Tensor, ratio: float) -> Tensor:
+        copy = matrix.to(torch.float64, copy=True)
+        copy.diagonal().add_(mean_energy * ratio)
+        return copy
+
+    def factorize(ratio: float) -> tuple[Tensor, Tensor] | None:
+        chol_xx, info = torch.linalg.cholesky_ex(damped(sums.xx, ratio))
+        upper, passed = upper_cholesky(damped(metric, ratio))
         return (chol_xx, upper) if passed and info.item() == 0 else None
 
-    damping, (chol_xx, upper), raises = _raise_until(factorize, damping, first=1e-6, label="Hxx or Hqq")
+    ratio, (chol_xx, upper), raises = _raise_until(factorize, ratio, first=1e-6, label="Hxx or Hqq")
     if raises:
-        repairs.append(f"damping raised {raises}x to {damping:.1e}")
-    shift = damping * mean_energy
-    xx, xq, qq = (matrix.double() + ridge * damping for matrix in (sums.xx, sums.xq, sums.qq))
-    seen = torch.linalg.solve_triangular(chol_xx, xq, upper=False)
-    rest = qq - gram(seen)
-    from_codes = torch.linalg.solve_triangular(chol_xx.t(), seen, upper=True).t()
-    if config.objective != "output":
-        hessian, to_codes, chol_schur = xx, None, None
-    else:
-        hessian = qq
-        seen = torch.linalg.solve_triangular(upper, xq.t(), upper=True)
+        repairs.append(f"damping raised {raises}x to {ratio:.1e}")
+    # A site of 14,336 channels has 1.6 GB in each float64 matrix: they are made one after another, and few at a time.
+    seen = torch.linalg.solve_triangular(chol_xx, damped(sums.xq, ratio), upper=False)
+    rest = damped(sums.qq, ratio).sub_(gram(seen)).float()
+    from_codes = torch.linalg.solve_triangular(chol_xx.t(), seen, upper=True).t().float().contiguous()
+    chol_xx = chol_xx.float()
+    to_codes = chol_schur = None
+    if sees_codes:
+        seen = torch.linalg.solve_triangular(upper, damped(sums.xq, ratio).t(), upper=True)
+        schur = damped(sums.xx, ratio)
+        floor = schur.diagonal().mean() * 1e-10
+        schur -= gram(seen)
         to_codes = torch.linalg.solve_triangular(upper.t(), seen, upper=False).t().float().contiguous()
-        schur = xx - gram(seen)
-        scale = torch.maximum(schur.diagonal().clamp_min(0).mean(), xx.diagonal().mean() * 1e-10)
-        identity = torch.eye(channels, dtype=torch.float64, device=xx.device) * scale
+        scale = torch.maximum(schur.diagonal().clamp_min(0).mean(), floor)
 
         def factorize_schur(jitter: float) -> Tensor | None:
-            lower, info = torch.linalg.cholesky_ex(schur + identity * jitter)
+            raised = schur.clone()
+            raised.diagonal().add_(scale * jitter)
+            lower, info = torch.linalg.cholesky_ex(raised)
             return lower if info.item() == 0 else None
 
+        del seen
         jitter, lower, raises = _raise_until(factorize_schur, 1e-6, first=0.0, label="the Schur complement")
         chol_schur = lower.float()
+        del schur, lower
         if raises:
             repairs.append(f"Schur complement: jitter raised {raises}x to {jitter:.1e} of its mean diagonal")
     return PreparedSite(
-        sums=sums,
-        damping=damping,
-        shift=shift,
-        chol_xx=chol_xx.float(),
-        from_codes=from_codes.float().contiguous(),
-        rest=rest.float(),
+        transform=sums.transform,
+        tokens=sums.tokens,
+        damping=ratio,
+        shift=ratio * mean_energy,
+        chol_xx=chol_xx,
+        from_codes=from_codes,
+        rest=rest,
         to_codes=to_codes,
         chol_schur=chol_schur,
-        hessian=hessian.float(),
+        hessian=damped(metric, ratio).float(),
         factor=inverse_factor(upper).float(),
         repairs=tuple(repairs),
     )
@@ -156,7 +167,7 @@ def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> 
     """
     if not torch.isfinite(weight).all():
         raise NumericsError("the weight holds a NaN or Inf")
-    transform = site.sums.transform
+    transform = site.transform
     weight = transform.weight(weight).float()
     grid = INT4_WEIGHT.with_group(config.group_size)
     importance = site.hessian.diagonal() if config.scale_search else None
@@ -215,7 +226,7 @@ def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> 
         "rounds": rounds,
         "kept_round": kept + 1,
         "damping": site.damping,
-        "tokens": site.sums.tokens,
+        "tokens": site.tokens,
         "repairs": repairs,
     }
     return QuantizedLinear(codes, scales, stored_down, stored_up, report)

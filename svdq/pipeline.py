@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import ActivationSums
 from svdq.preflight import Plan, check_groups, check_run_output, device_warnings, plan, token_warnings
 from svdq.ranks import ALONE, Ranks
+from svdq.rounding import ActivationTransform
 
 TOKENS_PER_BATCH = 4096
 WIDE = 2048  # channels from which a site's factorizations gain from more threads than its GPTQ loses
@@ -377,21 +379,34 @@ def _quantize_site(
     config: QuantConfig,
     device: torch.device,
     threads: int,
-) -> list[tuple[Linear, QuantizedLinear, ActivationSums]]:
+) -> list[tuple[Linear, QuantizedLinear, ActivationTransform]]:
     torch.set_num_threads(threads)  # per call: a part of this setting is one for all threads
-    sums = sums.to(device)
+    moved = sums.to(device)
     prepared: dict[tuple, PreparedSite] = {}
+    seconds: dict[str, float] = {}
+    for linear in members:
+        layer, started = config.for_layer(linear.name), time.perf_counter()
+        if (key := (layer.damping, layer.objective)) not in prepared:
+            with _named(linear):
+                prepared[key] = prepare_site(moved, layer)
+        seconds[linear.name] = time.perf_counter() - started
+    transform = moved.transform
+    del moved  # of a wide site on a GPU, 2.5 GB
     results = []
     for linear in members:
-        layer = config.for_layer(linear.name)
-        key = (layer.damping, layer.objective)
-        started = time.perf_counter()
-        try:
-            if key not in prepared:
-                prepared[key] = prepare_site(sums, layer)
-            result = quantize_linear(read_weight(model, linear).to(device), prepared[key], layer)
-        except NumericsError as error:
-            raise NumericsError(f"{linear.name}: {error}") from None
-        result.report["seconds"] = round(time.perf_counter() - started, 3)
-        results.append((linear, result, sums))
+        layer, started = config.for_layer(linear.name), time.perf_counter()
+        weight = read_weight(model, linear).to(device)
+        with _named(linear):
+            result = quantize_linear(weight, prepared[layer.damping, layer.objective], layer)
+        result.report["seconds"] = round(seconds[linear.name] + time.perf_counter() - started, 3)
+        results.append((linear, result, transform))
     return results
+
+
+@contextmanager
+def _named(linear: Linear) -> Iterator[None]:
+    """A NumericsError inside gets the linear's name."""
+    try:
+        yield
+    except NumericsError as error:
+        raise NumericsError(f"{linear.name}: {error}") from None

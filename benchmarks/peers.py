@@ -28,7 +28,8 @@ fails. What each peer cannot express is in NOTES below, printed and kept in the 
 A TEXT is a .txt file, tokenized whole and cut into sequences, or a .jsonl file of rows {"input_ids": [...]}, taken as
 they are. Calibration takes sequences drawn with --seed from the whole text, an evaluation the first ones. An encoder's
 sequences stand between its cls and sep.
-Perplexity is exp of the mean loss of all predicted tokens.
+Perplexity is exp of the mean loss of all predicted tokens. svdq verify measures the same tokens from what --rows
+leaves: svdq verify OUT.safetensors --model DIR --data DIR/in_domain.jsonl … --samples 32 --seq-len 512.
 """
 
 import argparse
@@ -256,6 +257,7 @@ def parse():
     measured.add_argument("--sentences", type=Path, metavar="TEXT", action="append", default=[],
                           help="one a line, for an encoder")  # fmt: skip
     parser.add_argument("--json", type=Path, required=True, metavar="OUT")
+    parser.add_argument("--rows", type=Path, metavar="DIR", help="write the sequences of each --eval there, as .jsonl")
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences (%(default)s)")
     parser.add_argument("--eval-samples", type=int, default=16, help="sequences of each --eval (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (%(default)s)")
@@ -284,6 +286,9 @@ def main():
     rows = take(rows[draw.sort().values], options.samples, options.calibration)
     texts = {path.stem: read_rows(tokenizer, path, options.seq_len) for path in options.eval}
     texts = {name: take(text, options.eval_samples, name) for name, text in texts.items()}
+    for name, text in texts.items() if options.rows else ():
+        lines = [json.dumps({"input_ids": row}) + "\n" for row in text.tolist()]
+        (options.rows / f"{name}.jsonl").write_text("".join(lines))
     torch.manual_seed(options.seed)
     kind = AutoModel if options.sentences else AutoModelForCausalLM
     model = kind.from_pretrained(options.model, dtype=torch.float32).eval()

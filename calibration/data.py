@@ -39,7 +39,7 @@ _BATCH = 128  # such strings in one call: the tokenizer keeps over 100 bytes a t
 class TokenData:
     """Token sequences and where they came from.
 
-    sequences         int64 [T_i], 2 ≤ T_i ≤ seq_len, never padded, in source order
+    sequences         int64 [T_i], 2 ≤ T_i ≤ seq_len, never padded, in source order; rows of ids from the shortest on
     rows_found        rows read: lines of a .txt file, else records
     rows_blank        rows without any text or ids
     rows_used         rows from which the sequences were drawn
@@ -108,6 +108,8 @@ def load_tokens(
     if len(sequences) > samples:
         draw = torch.randperm(len(sequences), generator=generator)[:samples]
         sequences = [sequences[i] for i in draw.sort().values.tolist()]
+    if isinstance(first[1], torch.Tensor):
+        sequences.sort(key=len)  # rows of ids have lengths of their own: only neighbours of equal length share a batch
     tokens, requested = sum(map(len, sequences)), samples * seq_len
     used = counts["found"] - counts["blank"] - counts["short"]
     if tokens < max(min_tokens, 2):

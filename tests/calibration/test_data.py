@@ -423,6 +423,15 @@ def test_the_draw_is_the_seeded_permutation_in_source_order(tmp_path):
     assert ids_of(load(numbered(tmp_path), samples=5, seed=7)) == [[i, i] for i in sorted(drawn)]
 
 
+def test_rows_of_ids_come_by_length_so_that_equal_ones_share_a_batch(ids_file, read_ids, tmp_path):
+    lengths = [30, 20, 30, 20, 25, 30]
+    found = read_ids(ids_file(tmp_path / "rows.jsonl", lengths, seed=3)).sequences
+    assert [len(row) for row in found] == sorted(lengths)
+    rows = [json.loads(line)["input_ids"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row.tolist() for row in found] == [rows[i] for i in (1, 3, 4, 0, 2, 5)]
+    assert [tuple(batch.shape) for batch in batches(found, 4096)] == [(2, 20), (1, 25), (3, 30)]
+
+
 def test_another_seed_draws_other_sequences(tmp_path):
     path = numbered(tmp_path)
     assert load(path, samples=5, seed=1).sha256() != load(path, samples=5, seed=2).sha256()

@@ -94,11 +94,10 @@ def test_several_ranks_write_the_bytes_of_one(model, store, by_one, tmp_path, co
     assert "49 linears" in told[0] and not any("linears" in text for text in told[1:])  # rank 0 alone speaks
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_sums_of_several_ranks_are_those_of_one(model, store, calibration_ids, tmp_path, count):
+def test_the_sums_of_several_ranks_are_those_of_one(model, store, calibration_ids, tmp_path):
     out = tmp_path / "calibration"
-    job = Job(tmp_path, count, "calibrate", model, "-o", out, "--data", calibration_ids, "--min-tokens", "1")
-    assert job.wait() == [0] * count, job.messages()
+    job = Job(tmp_path, 3, "calibrate", model, "-o", out, "--data", calibration_ids, "--min-tokens", "1")
+    assert job.wait() == [0] * 3, job.messages()
     for name in sorted(path.name for path in store.iterdir() if path.suffix == ".safetensors"):
         wanted, found = load_file(store / name), load_file(out / name)
         assert wanted.keys() == found.keys()
@@ -130,18 +129,15 @@ def write_block(*arguments):
     original(*arguments)
     written.append(arguments)
     if os.environ["RANK"] == "1" and len(written) == 1:
-        os.kill(os.getpid(), signal.%s)
+        os.kill(os.getpid(), signal.SIGSTOP)
 pipeline.write_block = write_block
 main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_that_dies_or_hangs_ends_the_job_and_one_rank_alone_goes_on_to_the_same_bytes(
-    model, store, by_one, tmp_path, how
-):
+def test_a_rank_that_hangs_ends_the_job_and_one_process_goes_on_to_the_same_bytes(model, store, by_one, tmp_path):
     wrapper = tmp_path / "wrapper.py"
-    wrapper.write_text(WRAPPER % how)
+    wrapper.write_text(WRAPPER)
     out = tmp_path / "out.safetensors"
     job = Job(tmp_path, 3, "quantize", model, out, "--calib", store, "--timeout", "4", wrapped=wrapper)
     codes = []

@@ -73,7 +73,7 @@ ROWS = (
     Row("tokens8k", "quality, 8k tokens", "--samples 16"),
     Row("tokens64k", "quality, 64k tokens", "--samples 128"),
     Row("other-text", "quality, calibrated on the novel", "--data {novel}"),
-    Row("best", "best", "", "--preset best --data {calibration} --samples 256"),
+    Row("best", "best, 128k tokens", "--samples 256", "--preset best"),
 )
 
 

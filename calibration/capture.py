@@ -390,6 +390,6 @@ def _not_finite(linear: Linear, x: Tensor, inputs: list[Tensor], batch: int) -> 
         bad = (~torch.isfinite(x)).flatten(1).any(1).nonzero()
         row += int(bad[0]) if len(bad) else 0
     return (
-        f"{linear.name}: its input holds a NaN or Inf in calibration sequence {row}; "  # rows of ids are counted from the shortest
+        f"{linear.name}: its input holds a NaN or Inf in calibration sequence {row}; "
         "wanted finite activations; check that sequence and the model's weights"
     )

@@ -3,6 +3,7 @@
 Per site (named by the first linear that read its input): `<site>.xx`, `.xq`, `.qq` (k, k), `.smooth` (k,) where there
 is smoothing, `.absmax` (k,), `.tokens` (int64). The manifest holds the configuration, the data's and the model's
 fingerprints, which linears share which site, and whether the store is finished; an unfinished one can be resumed.
+tokens.safetensors holds the sequences themselves, `ids` and `lengths`, so that tuning needs no other text.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from svdq.calibration.capture import BlockSums
+from svdq.calibration.data import TokenData
 from svdq.checkpoint import Entry, open_file, read_json, write_file, write_json
 from svdq.config import first_difference
 from svdq.errors import CheckpointError, ConfigError
 from svdq.objective import ActivationSums
 from svdq.rounding import ActivationTransform
 
+_TOKENS = "tokens.safetensors"
 _FORMAT = {"format": "svdq-calibration", "version": 1}
 
 
@@ -88,6 +92,23 @@ class Store:
         """Raises ConfigError if the store was taken from another model."""
         if difference := first_difference(fingerprint, self.manifest["model"]):
             raise ConfigError(f"{self.directory}: calibrated on another model: {difference}; calibrate this model")
+
+    def keep_tokens(self, sequences: list[Tensor]) -> None:
+        """Write the sequences, int64 (T_i), where they are not there yet."""
+        path = self.directory / _TOKENS
+        if not path.exists():
+            tensors = {"ids": torch.cat(sequences).int(), "lengths": torch.tensor([len(one) for one in sequences])}
+            write_file(path, [Entry(key, t.dtype, tuple(t.shape), t.cpu) for key, t in tensors.items()], {})
+
+    def tokens(self) -> TokenData:
+        """The sequences that the sums were taken on. Raises CheckpointError if the store is too old to have them."""
+        path, data = self.directory / _TOKENS, self.manifest["data"]
+        if not path.exists():
+            raise CheckpointError(f"{self.directory}: holds no {_TOKENS}; calibrate again, or give svdq tune a text")
+        file = open_file(path)
+        sequences = list(file.read("ids").long().split(file.read("lengths").tolist()))
+        total = sum(map(len, sequences))
+        return TokenData(sequences, data["source"], data["rows"], 0, data["rows"], total, total)
 
     def path(self, block: int) -> Path:
         return self.directory / f"block-{block:05d}.safetensors"

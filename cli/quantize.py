@@ -17,7 +17,7 @@ from svdq.cli import options
 @options.activation_options
 @options.weight_options
 @click.option("--tune", type=click.IntRange(0), metavar="STEPS", show_default="0; 120 with --preset best",
-              help="Then tune as svdq tune does, on --data, which may stand beside --calib.")  # fmt: skip
+              help="Then tune as svdq tune does, on the calibration's own tokens.")  # fmt: skip
 @options.pattern_options
 @click.option("--linears-only", is_flag=True, help="Leave the unquantized tensors out of the file.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
@@ -52,13 +52,11 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         smoothing=smoothing, rotation=rotation, act_clip=act_clip,
     )  # fmt: skip
     tuning = options.tune_config(preset, tune, seed)
-    if calib and data and not tuning:
+    if calib and data:
         raise ConfigError("--calib and --data: both given; wanted a store or a text to calibrate on, not both")
-    if tuning and not data and not dry_run:
-        raise ConfigError("tuning (--tune, --preset best) wants --data SRC, a text to tune on, beside --calib or alone")
     if not calib and not data and not dry_run:
         raise ConfigError("wanted --calib CALIB_DIR (from svdq calibrate) or --data SRC to calibrate on")
-    if calib and not tuning:
+    if calib:
         options.refuse_given(
             context, ("samples", "seq_len", "min_tokens", "seed"), "belongs to --data; the store has its own"
         )
@@ -86,16 +84,18 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
             model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
         )
         console.say(tokens.summary())
+    learned = store.tokens() if store and tuning else tokens  # before any work: an older store has none
     summary = pipeline.quantize(
-        model, untuned, config, store=store, data=None if store else tokens,
+        model, untuned, config, store=store, data=tokens,
         calibration=None if store else calibration, device=where, progress=console.progress, ranks=ranks,
     )  # fmt: skip
     if summary is None:
         return 0  # rank 0 does the rest
     numbers = vars(summary) | {"mean_error": summary.mean_error}
     if tuning:
-        assert tokens is not None
-        tuned = tune_file(console, model, untuned, out, tokens, tuning, where)
+        assert learned is not None
+        identity = store.manifest["data"] if store else pipeline.data_identity(learned)
+        tuned = tune_file(console, model, untuned, out, learned, identity, tuning, where)
         summary.path, numbers["tuned"] = Path(out), tuned
         numbers["path"] = summary.path
         Path(untuned).unlink()

@@ -33,6 +33,7 @@ def command(model_dir, file, out, data, steps, rate, tokens_per_step, samples, s
     """
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
     from svdq.models import resolve_device
+    from svdq.pipeline import data_identity
     from svdq.preflight import check_output
     from svdq.quantized import open_quantized
 
@@ -47,16 +48,15 @@ def command(model_dir, file, out, data, steps, rate, tokens_per_step, samples, s
         model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
     )
     console.say(tokens.summary())
-    numbers = tune_file(console, model, file, out, tokens, config, where)
+    numbers = tune_file(console, model, file, out, tokens, data_identity(tokens), config, where)
     options.write_report(json_file, numbers)
     return 1 if strict and not numbers["kept"] else 0
 
 
-def tune_file(console, model, file, out, tokens, config: TuneConfig, device) -> dict:
-    """Tune one file into another, say what came of it, return the numbers."""
+def tune_file(console, model, file, out, tokens, identity: dict, config: TuneConfig, device) -> dict:
+    """Tune one file into another, say what came of it, return the numbers. identity: what the file says of the data."""
     from dataclasses import asdict
 
-    from svdq.pipeline import data_identity
     from svdq.quantized import open_quantized
     from svdq.tune import tune, write_tuned
 
@@ -65,7 +65,7 @@ def tune_file(console, model, file, out, tokens, config: TuneConfig, device) -> 
 
     quantized = open_quantized(file)
     layers, report = tune(model, quantized, tokens, config, device=device, progress=progress)
-    write_tuned(quantized, layers, out, config, data_identity(tokens), report)
+    write_tuned(quantized, layers, out, config, identity, report)
     console.say(
         f"{out}: {len(layers)} linears, {report.steps} steps; on {report.held_out_tokens:,} held-out tokens "
         f"{report.before:.4f} -> {report.after:.4f} {report.unit} from the original"

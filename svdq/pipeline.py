@@ -128,6 +128,7 @@ def calibrate(
         raise ConfigError("--smoothing search: looks at all tokens in one process; calibrate without torchrun")
     store = ranks.agree(lambda: Store.create_or_resume(out, identity, len(model.blocks)))
     total, done = len(model.blocks), 0
+    ranks.agree(lambda: store.keep_tokens(data.sequences))
     there = ranks.agree(lambda: {block for block in range(total) if store.has(block)})
     progress("calibrate", 0, total)
     if not store.manifest.get("finished"):

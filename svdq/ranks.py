@@ -98,7 +98,7 @@ class Ranks:
         """Until all ranks are here."""
         if self.count > 1:
             with _connection() as distributed:
-                distributed.monitored_barrier(timeout=timedelta(seconds=self.timeout))
+                distributed.barrier()
 
     def wait_until(self, done: Callable[[], int], total: int, what: str) -> None:
         """Until done() is total. Raises RanksError once `timeout` seconds have brought nothing new."""

@@ -347,7 +347,7 @@ def test_quantize_tune_is_quantize_and_then_tune_byte_for_byte(svdq, model, cali
     monkeypatch.chdir(tmp_path)
     data = ["--data", calibration_ids, "--min-tokens", "1"]
     assert svdq("calibrate", model, "-o", "store", *data).code == 0
-    result = svdq("quantize", model, "once", "--calib", "store", *data, "--tune", "3", "--json", "report.json")
+    result = svdq("quantize", model, "once", "--calib", "store", "--tune", "3", "--json", "report.json")
     assert result.code == 0, result
     assert "3 steps" in result.out
     assert svdq("quantize", model, "first", "--calib", "store").code == 0
@@ -358,10 +358,14 @@ def test_quantize_tune_is_quantize_and_then_tune_byte_for_byte(svdq, model, cali
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "once", "report.json", "store", "then"]
 
 
-@pytest.mark.parametrize("option", [["--tune", "3"], ["--preset", "best"]])
-def test_tuning_without_a_text_is_refused_before_any_work(svdq, refused, model, calibration_ids, tmp_path, option):
-    assert svdq("calibrate", model, "-o", tmp_path / "store", "--data", calibration_ids, "--min-tokens", "1").code == 0
-    assert "--data" in refused("quantize", model, tmp_path / "out", "--calib", tmp_path / "store", *option)
+def test_a_store_without_tokens_cannot_be_tuned_on_and_is_refused_before_any_work(
+    svdq, refused, model, calibration_ids, tmp_path
+):
+    store = tmp_path / "store"
+    assert svdq("calibrate", model, "-o", store, "--data", calibration_ids, "--min-tokens", "1").code == 0
+    (store / "tokens.safetensors").unlink()
+    message = refused("quantize", model, tmp_path / "out", "--calib", store, "--preset", "best")
+    assert "tokens.safetensors" in message and not (tmp_path / "out.untuned.work").exists()
 
 
 def test_a_store_of_another_preset_is_refused_by_name(svdq, refused, model, calibration_ids, tmp_path):

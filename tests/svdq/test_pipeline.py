@@ -531,7 +531,7 @@ def test_a_disk_that_fills_within_a_block_leaves_no_half_block(toy, refused, cal
     with small_disk(30_000):
         message = refused("calibrate", toy("llama"), "-o", tmp_path / "store", *data)
     assert "block-00000.safetensors" in message
-    assert visible(tmp_path / "store") == ["manifest.json"]
+    assert visible(tmp_path / "store") == ["manifest.json", "tokens.safetensors"]
 
 
 class _TooLarge:

@@ -108,7 +108,7 @@ class Store:
         file = open_file(path)
         sequences = list(file.read("ids").long().split(file.read("lengths").tolist()))
         total = sum(map(len, sequences))
-        return TokenData(sequences, data["source"], data["rows"], 0, data["rows"], total, total)
+        return TokenData(sequences, str(data.get("source")), len(sequences), 0, len(sequences), total, total)
 
     def path(self, block: int) -> Path:
         return self.directory / f"block-{block:05d}.safetensors"

@@ -35,9 +35,9 @@ def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, sm
         preset, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
         smoothing=smoothing, rotation=rotation, act_clip=act_clip,
     )  # fmt: skip
-    console = options.Console(quiet, json_file)
     where = resolve_device(local_device(device))
     ranks = join(where, timeout)
+    console = options.Console(quiet, json_file)
     model = open_inputs(model_dir, [data], trust_remote_code)
     selection = QuantConfig(LayerConfig(rank=0), ignore, only)  # the rank is quantize's business
     linears = preflight.plan(model, selection).linears

@@ -40,10 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "svdq"
         code = _fail(f"{where}: {' '.join(error.format_message().split())} (see {where} --help)")
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:
+        told = stop.__cause__ if isinstance(stop, click.Abort) else stop
         resumable = any(name in (arguments or sys.argv[1:2]) for name in ("calibrate", "quantize"))
         kept = "; finished blocks are kept, the same command goes on from there" if resumable else ""
-        _say(f"svdq: interrupted{kept}")
+        _say(f"svdq: interrupted{f'; {told}' if str(told or '') else kept}")
         code = 130
     except SvdqError as error:
         code = _fail(f"svdq: {error}")

@@ -60,15 +60,14 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         options.refuse_given(
             context, ("samples", "seq_len", "min_tokens", "seed"), "belongs to --data; the store has its own"
         )
-    console = options.Console(quiet, json_file)
     where = resolve_device(local_device(device))
     ranks = join(where, timeout)
+    console = options.Console(quiet, json_file)
     model = open_inputs(model_dir, [data] if data else [], trust_remote_code)
     the_plan = preflight.plan(model, config)
     untuned = f"{out}.untuned" if tuning else out
-    preflight.check_run_output(untuned, the_plan, model)
-    if tuning:
-        preflight.check_output(out, 2 * the_plan.output_bytes)
+    for path in dict.fromkeys((out, untuned)):
+        preflight.check_run_output(path, the_plan, model)
     store = Store.open(calib) if calib else None
     if store is not None:
         store.check_model(model.files.source_fingerprint())
@@ -95,7 +94,10 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     if tuning:
         assert learned is not None
         identity = store.manifest["data"] if store else pipeline.data_identity(learned)
-        tuned = tune_file(console, model, untuned, out, learned, identity, tuning, where)
+        try:
+            tuned = tune_file(console, model, untuned, out, learned, identity, tuning, where)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{untuned} is whole, but not tuned; svdq tune goes on from it") from None
         summary.path, numbers["tuned"] = Path(out), tuned
         numbers["path"] = summary.path
         Path(untuned).unlink()

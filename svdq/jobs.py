@@ -35,9 +35,12 @@ def state(directory: str | Path, now: float | None = None) -> dict[str, Any]:
     layers, never_ran = {}, []
     if kinds[name] == "quantize":
         for path in sorted(blocks):
-            report = json.loads(open_file(path).metadata["report"])
-            layers.update(report["layers"])
-            never_ran += report["never_ran"]
+            try:
+                report = json.loads(open_file(path).metadata["report"])
+                layers.update(report["layers"])
+                never_ran += report["never_ran"]
+            except (KeyError, ValueError, TypeError):
+                raise CheckpointError(f"{path}: no report in its header; it is not a block of svdq quantize") from None
     finished = bool(described.get("finished"))
     return {
         "directory": str(directory),

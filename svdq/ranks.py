@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the commands read the options' defaults here, and `svdq --h
 T = TypeVar("T")
 TIMEOUT = 1800.0  # seconds
 _POLL = 0.2
+_FAILED = "svdq/failed"
 
 
 class RanksError(SvdqError):
@@ -101,10 +102,12 @@ class Ranks:
                 distributed.barrier()
 
     def wait_until(self, done: Callable[[], int], total: int, what: str) -> None:
-        """Until done() is total. Raises RanksError once `timeout` seconds have brought nothing new."""
+        """Until done() is total. Raises RanksError if a rank fails, or `timeout` seconds bring nothing new."""
         reached, since = done(), time.monotonic()
         while reached < total:
             time.sleep(_POLL)
+            if _another_failed():
+                raise RanksError("another rank failed; finished blocks are kept")
             if (now := done()) > reached:
                 reached, since = now, time.monotonic()
             elif time.monotonic() - since > self.timeout:
@@ -115,15 +118,24 @@ class Ranks:
 
 
 ALONE = Ranks()
+_joined = ALONE  # what `join` made: a command that does not join is one process, whatever the environment says
 
 
 def wanted() -> bool:
     """Whether a launcher says that there are several processes."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return _number("WORLD_SIZE", 1) > 1
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} in the environment: wanted a number, as torchrun sets it") from None
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0")) if wanted() else 0
+    return _joined.rank
 
 
 def local_device(name: str) -> str:
@@ -131,12 +143,16 @@ def local_device(name: str) -> str:
     import torch
 
     if wanted() and name in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
+        return f"cuda:{_number('LOCAL_RANK', 0)}"
     return name
 
 
 def join(device: torch.device, timeout: float) -> Ranks:
-    """Meet the other processes that the launcher's environment names. Raises RanksError if they do not come."""
+    """Meet the other processes that the launcher's environment names.
+
+    Raises RanksError if they do not come, ConfigError if the environment lacks something.
+    """
+    global _joined
     if not wanted():
         return ALONE
     if device.type == "cuda":
@@ -146,31 +162,48 @@ def join(device: torch.device, timeout: float) -> Ranks:
     with _connection() as distributed:
         if not distributed.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        return Ranks(distributed.get_rank(), distributed.get_world_size(), timeout)
+            try:
+                distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            except ValueError as error:  # a variable is missing
+                raise ConfigError(f"{error}; WORLD_SIZE says that there are several processes: use torchrun") from None
+        _joined = Ranks(distributed.get_rank(), distributed.get_world_size(), timeout)
+        return _joined
 
 
 def is_first_to_fail() -> bool:
     """Whether this process should say why the job ends: one of the ranks does, the first."""
-    if not wanted():
+    if _joined is ALONE:
         return True
-    from torch import distributed
-
-    if not distributed.is_initialized():
-        return rank() == 0
     try:
-        return distributed.distributed_c10d._get_default_store().add("svdq/failed", 1) == 1
+        return _shared().add(_FAILED, 1) == 1
     except (RuntimeError, ValueError):  # it ended with the rank that kept it
         return True
 
 
 def leave() -> None:
     """Part from the others, where all ended well."""
-    if wanted():
+    global _joined
+    if _joined is not ALONE:
         from torch import distributed
 
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        distributed.destroy_process_group()
+        _joined = ALONE
+
+
+def _shared() -> Any:
+    """The keys and values that all ranks see."""
+    from torch import distributed
+
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _another_failed() -> bool:
+    if _joined is ALONE:
+        return False
+    try:
+        return bool(_shared().check([_FAILED]))
+    except (RuntimeError, ValueError):
+        return True
 
 
 @contextmanager

@@ -358,6 +358,28 @@ def test_quantize_tune_is_quantize_and_then_tune_byte_for_byte(svdq, model, cali
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "once", "report.json", "store", "then"]
 
 
+def test_the_output_of_a_tuned_run_is_not_the_model_either(refused, toy_copy, calibration_ids):
+    directory = toy_copy("llama")
+    weights = directory / "model.safetensors"
+    before = weights.read_bytes()
+    message = refused("quantize", directory, weights, "--data", calibration_ids, "--min-tokens", "1", "--tune", "2")
+    assert "is what this run reads" in message and weights.read_bytes() == before
+
+
+def test_an_interrupted_tuning_says_what_is_left(svdq, model, calibration_ids, tmp_path, monkeypatch):
+    from svdq import tune
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", interrupt)
+    out = tmp_path / "out"
+    result = svdq("quantize", model, out, "--data", calibration_ids, "--min-tokens", "1", "--tune", "2")
+    assert result.code == 130
+    assert f"svdq: interrupted; {out}.untuned is whole, but not tuned" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["out.untuned"]
+
+
 def test_a_store_without_tokens_cannot_be_tuned_on_and_is_refused_before_any_work(
     svdq, refused, model, calibration_ids, tmp_path
 ):

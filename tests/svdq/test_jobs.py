@@ -78,6 +78,12 @@ def test_another_directory_is_named(tmp_path, content):
         state(tmp_path)
 
 
+def test_a_block_without_a_report_is_named(work):
+    write_file(work / "block-00000.safetensors", [], {"other": "{}"})
+    with pytest.raises(CheckpointError, match=r"block-00000\.safetensors: no report"):
+        state(work)
+
+
 def test_inspect_reads_what_a_killed_run_left(svdq, toy, calibration_ids, tmp_path, monkeypatch):
     from svdq import pipeline
 

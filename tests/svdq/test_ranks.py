@@ -176,6 +176,43 @@ def test_a_rank_that_dies_while_sums_are_taken_ends_the_job_and_the_store_is_res
     assert json.loads((out / "manifest.json").read_text())["finished"]
 
 
+def test_a_rank_that_fails_ends_the_wait_of_the_first_at_once_and_its_message_is_the_only_one(model, store, tmp_path):
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import os, sys\nfrom svdq import pipeline\nfrom svdq.cli.main import main\n"
+        "from svdq.errors import NumericsError\n"
+        "def fail(*arguments):\n    raise NumericsError('of no use')\n"
+        "if os.environ['RANK'] == '1':\n    pipeline.quantize_linear = fail\n"
+        "main(sys.argv[1:])\n"
+    )
+    job = Job(tmp_path, 2, "quantize", model, tmp_path / "out", "--calib", store, "--timeout", "300", wrapped=wrapper)
+    assert job.wait(60) == [2, 2]
+    assert len(job.messages()) == 1 and "of no use" in job.messages()[0] and "model.layers.1." in job.messages()[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [({"WORLD_SIZE": "2"}, "torchrun"), ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many'")],
+)
+def test_half_an_environment_is_one_line(model, store, tmp_path, environment, wanted):
+    line = command("quantize", model, tmp_path / "out", "--calib", store)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    done = subprocess.run(line, cwd="/", env={**clean, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and wanted in done.stderr
+    assert len([part for part in done.stderr.splitlines() if part.startswith("svdq:")]) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_commands_that_do_not_join_speak_whatever_the_environment_says(model, by_one, tmp_path, svdq, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "out.safetensors").write_bytes(by_one)
+    result = svdq("verify", tmp_path / "out.safetensors", "--model", model, "--json", tmp_path / "report.json")
+    assert result.code == 0 and "49 linears" in result.out
+    assert (tmp_path / "report.json").exists()
+    assert svdq("verify", tmp_path / "nowhere", "--model", model).err.startswith("svdq: ")
+
+
 def test_a_mistake_is_told_once(model, store, tmp_path):
     job = Job(tmp_path, 3, "quantize", model, tmp_path / "nowhere" / "out", "--calib", store)
     assert 2 in job.wait()

@@ -131,7 +131,8 @@ def compare_gptq(sites, config, device):
                 gptq_module._fused = fused if path == "kernel" else lambda *_: False
                 synchronize(device)
                 started = time.perf_counter()
-                codes[path] = gptq_module.gptq(target, site.factor, INT4_WEIGHT, importance=site.hessian.diagonal())
+                found = gptq_module.gptq(target, site.factor, INT4_WEIGHT, importance=site.hessian.diagonal())
+                codes[path] = found[:2]
                 synchronize(device)
                 seconds[path] += time.perf_counter() - started
                 missed = (INT4_WEIGHT.decode(*codes[path]) - target).double()

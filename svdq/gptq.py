@@ -39,7 +39,7 @@ def gptq(
     search: bool = True,
     importance: Tensor | None = None,
     block: int = 64,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose codes column by column.
 
     target      (n, k) float, rows are outputs. Not changed.
@@ -47,7 +47,8 @@ def gptq(
     search      pick each group's scale among fractions of its absmax, else absmax
     importance  (k,) float32, weights of the columns' squared errors in that search (the Hessian's diagonal)
     block       columns per block; a multiple or a divisor of the group
-    Returns     codes int8 (n, k) in [grid.lo, grid.hi], scales (n, k/group) in the grid's scale dtype.
+    Returns     codes int8 (n, k) in [grid.lo, grid.hi], scales (n, k/group) in the grid's scale dtype, and each
+                row's objective ‖(q̂ − t)·R⁻¹‖², float64 (n,): its every column is an error over R's diagonal
     Cost        O(n k²) time in float32, two copies of target. On a GPU a group of 64 is one launch of a kernel, where
                 it runs (svdq.kernels.quantizer); its sums have another order, so codes may differ near ties.
     """
@@ -61,6 +62,8 @@ def gptq(
     codes = torch.empty((k, n), dtype=torch.int8 if fused else torch.float32, device=device)
     scales = torch.empty((k // grid.group, n), dtype=torch.float32, device=device)
     errors = torch.empty((block, n), dtype=torch.float32, device=device)
+    losses = torch.zeros(n, dtype=torch.float32 if fused else torch.float64, device=device)
+    squares = factor.diagonal().square().reciprocal()
     if fused:
         weights = torch.ones(k, device=device) if importance is None else importance.float().contiguous()
         tried = [fraction / grid.hi for fraction in (reversed(SCALE_FRACTIONS) if search else (1.0,))]
@@ -69,15 +72,18 @@ def gptq(
         stop = min(start + block, k)
         if fused:
             columns, local = slice(start, stop), steps[start:stop, start:stop]
-            chosen = codes[columns], scales[start // block], errors
-            quantizer.walk(
-                working[columns], local, weights[columns], fractions, SMALLEST_SCALE, grid.lo, grid.hi, *chosen
-            )
+            group = working[columns], local, weights[columns], squares[columns]
+            chosen = codes[columns], scales[start // block], errors, losses
+            quantizer.walk(*group, fractions, SMALLEST_SCALE, grid.lo, grid.hi, *chosen)
         else:
             _walk_block(working, steps, grid, search, importance, codes, scales, errors, start, stop)
+            losses += (squares[start:stop] @ errors[: stop - start].square()).double()
         if stop < k:
             working[stop:].addmm_(steps[start:stop, stop:].t(), errors[: stop - start], alpha=-1.0)
-    return codes.t().to(torch.int8).contiguous(), scales.t().to(grid.scale_dtype).contiguous()
+    codes, scales = (
+        by_column.t().to(kind).contiguous() for by_column, kind in ((codes, torch.int8), (scales, grid.scale_dtype))
+    )
+    return codes, scales, losses.double()
 
 
 def _fused(device: torch.device, grid: Grid) -> bool:

@@ -7,13 +7,14 @@ starting from the joint optimum over rank-r L and unrounded Q̂ (the Schur compl
 the write-up's alternation of GPTQ(W' − L) and SVD(W' − Q̂), which cannot see the error of 4-bit activations; `svdquant`
 (objective "svd") is its first step from L = SVD(W'), as SVDQuant does it.
 
-J is followed in completed squares instead of its six traces: with E as above and C·Cᵀ = Hxx,
-    J(Q̂, L) = ‖(E − L)·C‖² + tr(Q̂·R·Q̂ᵀ),   R = Hqq − B·Hxx·Bᵀ
-which reuses the product that the truncated SVD needs and has no cancellation, so that float32 is enough for it
-(svdq.objective has the traces in float64; a test compares the two).
+J is followed in completed squares instead of its six traces. With S = Hxx − A·Hxqᵀ, C·Cᵀ = Hxx and E as above,
+    J(Q̂, L) = tr((W' − L)·S·(W' − L)ᵀ) + tr((Q̂ − T)·Hqq·(Q̂ − T)ᵀ)     T of this L; the second term is GPTQ's own loss
+            = ‖(E − L)·C‖² + r(Q̂)                                    r: what no L can repair of these codes
+so that each half-step gives J for nothing, and float32 is enough (svdq.objective has the traces in float64; a test
+compares the two). E·C = W'·C − Q̂·(C⁻¹·Hxq)ᵀ, its truncated SVD gives L·C: one n×k×k product a round besides GPTQ's.
 
-A site's factorizations serve all its linears and are made once, in `prepare_site`. Factorizations are float64: S and R
-are differences of large matrices. GPTQ and the three n×k×k products of a round are float32.
+A site's factorizations serve all its linears and are made once, in `prepare_site`, in float64: S is a difference of
+large matrices.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ class PreparedSite:
     damping: float  # the ratio used
     shift: float  # λ itself
     chol_xx: Tensor  # C with C·Cᵀ = Hxx
-    from_codes: Tensor  # B = Hxqᵀ·Hxx⁻¹
-    rest: Tensor  # R = Hqq − B·Hxx·Bᵀ, what no L can repair of Q̂
+    seen_codes: Tensor  # Hxqᵀ·C⁻ᵀ: Q̂ times it is what X'·Lᵀ can repair of X̂·Q̂ᵀ, in the metric C
+    rest: Tensor | None  # Hqq − seen_codes·seen_codesᵀ, the rest of it; None for 'output', which does not need it
     to_codes: Tensor | None  # A = Hxq·Hqq⁻¹; None for the objectives that do not see Qa, where A = 1
-    chol_schur: Tensor | None  # C with C·Cᵀ = S = Hxx − A·Hxqᵀ; None for these
+    chol_schur: Tensor | None  # C with C·Cᵀ = S + jitter, S = Hxx − A·Hxqᵀ; None for these
+    jitter: float
     hessian: Tensor  # the metric that GPTQ rounds in: Hqq, or Hxx for these
     factor: Tensor  # upper triangular, hessian⁻¹ = factorᵀ·factor
     repairs: tuple[str, ...]
@@ -108,10 +110,9 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
         repairs.append(f"damping raised {raises}x to {ratio:.1e}")
     # A site of 14,336 channels has 1.6 GB in each float64 matrix: they are made one after another, and few at a time.
     seen = torch.linalg.solve_triangular(chol_xx, damped(sums.xq, ratio), upper=False)
-    rest = damped(sums.qq, ratio).sub_(gram(seen)).float()
-    from_codes = torch.linalg.solve_triangular(chol_xx.t(), seen, upper=True).t().float().contiguous()
-    chol_xx = chol_xx.float()
-    to_codes = chol_schur = None
+    seen_codes, chol_xx = seen.t().float().contiguous(), chol_xx.float()
+    rest = None if sees_codes else damped(sums.qq, ratio).sub_(gram(seen)).float()
+    to_codes, chol_schur, jitter = None, None, 0.0
     if sees_codes:
         seen = torch.linalg.solve_triangular(upper, damped(sums.xq, ratio).t(), upper=True)
         schur = damped(sums.xx, ratio)
@@ -129,6 +130,7 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
         del seen
         jitter, lower, raises = _raise_until(factorize_schur, 1e-6, first=0.0, label="the Schur complement")
         chol_schur = lower.float()
+        jitter *= scale.item()
         del schur, lower
         if raises:
             repairs.append(f"Schur complement: jitter raised {raises}x to {jitter:.1e} of its mean diagonal")
@@ -138,10 +140,11 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
         damping=ratio,
         shift=ratio * mean_energy,
         chol_xx=chol_xx,
-        from_codes=from_codes,
+        seen_codes=seen_codes,
         rest=rest,
         to_codes=to_codes,
         chol_schur=chol_schur,
+        jitter=jitter,
         hessian=damped(metric, ratio).float(),
         factor=inverse_factor(upper).float(),
         repairs=tuple(repairs),
@@ -171,33 +174,44 @@ def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> 
     weight = transform.weight(weight).float()
     grid = INT4_WEIGHT.with_group(config.group_size)
     importance = site.hessian.diagonal() if config.scale_search else None
-    energy = _energy(weight @ site.chol_xx)
+    seen = weight @ site.chol_xx
+    energy = _energy(seen)
     undamped_energy = energy - site.shift * _energy(weight)
 
-    if site.to_codes is None:  # what is rounded is W' − L itself
+    if site.to_codes is None or site.chol_schur is None:  # what is rounded is W' − L itself
         up, down = low_rank(weight, config.rank if config.objective == "svd" else 0, None, config.svd)
         full_target = weight
     else:
-        up, down = low_rank(weight, config.rank, site.chol_schur, config.svd)
+        seen_schur = weight @ site.chol_schur
+        up, down = low_rank(weight, config.rank, seen_schur, config.svd)
         full_target = weight @ site.to_codes
     best: tuple[float, Tensor, Tensor, Tensor, Tensor] | None = None
     rounds: list[dict] = []
     for _ in range(config.rounds if config.rank and config.objective != "svd" else 1):
         seen_down = down.t() if site.to_codes is None else down.t() @ site.to_codes
         target = full_target - up @ seen_down
-        codes, scales = gptq(target, site.factor, grid, search=config.scale_search, importance=importance)
+        codes, scales, loss = gptq(target, site.factor, grid, search=config.scale_search, importance=importance)
+        weight_hat = grid.decode(codes, scales)
         if config.sweeps:
             codes = coordinate_descent(codes, scales, target, site.hessian, grid, config.sweeps)
-        weight_hat = grid.decode(codes, scales)
+            weight_hat = grid.decode(codes, scales)
+            missed = weight_hat - target
+            loss = ((missed @ site.hessian) * missed).sum(1, dtype=torch.float64)
         _refuse_overflow(scales)
-        unrepaired = ((weight_hat @ site.rest) * weight_hat).sum(dtype=torch.float64).item()
-        residual = weight - weight_hat @ site.from_codes
-        measured = residual @ site.chol_xx
-        after_codes = unrepaired + _energy(measured - up @ (down.t() @ site.chol_xx))
+        measured = seen - weight_hat @ site.seen_codes
+        repairable = _energy(measured - up @ (down.t() @ site.chol_xx))
+        if site.rest is None:
+            assert site.chol_schur is not None  # prepare_site makes the one or the other
+            left = _energy(seen_schur - up @ (down.t() @ site.chol_schur))
+            after_codes = left - site.jitter * _energy(weight - up @ down.t()) + loss.sum().item()
+            unrepaired = after_codes - repairable
+        else:
+            unrepaired = ((weight_hat @ site.rest) * weight_hat).sum(dtype=torch.float64).item()
+            after_codes = unrepaired + repairable
         if config.objective == "weight":
             up, down = low_rank(weight - weight_hat, config.rank, None, config.svd)
         elif config.objective == "output":
-            up, down = factors(residual, top_left_vectors(measured, config.rank, config.svd))
+            up, down = factors(measured, top_left_vectors(measured, config.rank, config.svd), site.chol_xx)
         stored_up, stored_down = up.half(), transform.down_to_raw(down.double()).half()
         _refuse_overflow(stored_up, stored_down)
         up, down = stored_up.float(), transform.down_from_raw(stored_down.double()).float()

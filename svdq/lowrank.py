@@ -48,24 +48,27 @@ def top_left_vectors(matrix: Tensor, rank: int, method: str = "auto") -> Tensor:
     return basis @ rotation.to(matrix.dtype)
 
 
-def factors(matrix: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+def factors(matrix: Tensor, left: Tensor, metric: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """left·leftᵀ·matrix as up · downᵀ with corresponding columns of equal norm.
 
     matrix (n, k), left (n, r) orthonormal columns → up (n, r), down (k, r), in matrix's type.
+    metric (k, k) lower triangular C: matrix is E·C, and the factors are those of left·leftᵀ·E
     """
     left = left.to(matrix.dtype)
     down = matrix.t() @ left
+    if metric is not None:
+        down = torch.linalg.solve_triangular(metric.t(), down, upper=True)
     balance = down.norm(dim=0).clamp_min(1e-30).sqrt()
     return left * balance, down / balance
 
 
-def low_rank(matrix: Tensor, rank: int, metric: Tensor | None = None, method: str = "auto") -> tuple[Tensor, Tensor]:
+def low_rank(matrix: Tensor, rank: int, seen: Tensor | None = None, method: str = "auto") -> tuple[Tensor, Tensor]:
     """The best rank-`rank` approximation L = up · downᵀ.
 
     matrix   (n, k) float. Not changed.
-    metric   (k, k) C: the error is ‖(matrix − L)·C‖; None: the plain Frobenius norm
+    seen     (n, k) matrix·C, where the error is ‖(matrix − L)·C‖; None: the plain Frobenius norm
     Returns  up (n, rank), down (k, rank) in matrix's type, corresponding columns of equal norm
     """
     if rank == 0:
         return matrix.new_zeros((matrix.shape[0], 0)), matrix.new_zeros((matrix.shape[1], 0))
-    return factors(matrix, top_left_vectors(matrix if metric is None else matrix @ metric, rank, method))
+    return factors(matrix, top_left_vectors(matrix if seen is None else seen, rank, method))

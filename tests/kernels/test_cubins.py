@@ -90,8 +90,10 @@ def recorded():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "launch", record)
         patch.setattr(quantizer, "launch", record)
-        columns, group = empty(64, 4096), empty(64)
-        quantizer.walk(columns, empty(64, 64), group, group, 2.0**-24, -7, 7, columns.char(), group, columns)
+        columns, group, rows = empty(64, 4096), empty(64), empty(4096)
+        quantizer.walk(
+            columns, empty(64, 64), group, group, group, 2.0**-24, -7, 7, columns.char(), rows, columns, rows
+        )
         for dtype in ops.SCALAR:
             for m, k in ((1, 128), (16, 8192), (17, 8192), (4096, 8192)):
                 x = empty(m, k, dtype=dtype)

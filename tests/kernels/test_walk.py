@@ -51,12 +51,13 @@ def test_codes_and_scales_are_those_of_the_columns_in_torch(both, n, k, search):
     target[n // 2, 5] = 20.0  # an outlier
     if n > 64:
         target[7], target[70] = 0, 1e-9  # zeros, and values below every float16 scale
-    (codes, scales), (kernel_codes, kernel_scales) = both(
+    (codes, scales, loss), (kernel_codes, kernel_scales, kernel_loss) = both(
         target, factor, INT4_WEIGHT, search=search, importance=importance if search else None
     )
     # its sums have another order: a candidate's error may tie differently, and its row goes another way from there
     rows = (codes != kernel_codes).any(1) | (scales != kernel_scales).any(1)
     assert rows.sum() <= n // 50
+    assert kernel_loss[~rows].tolist() == pytest.approx(loss[~rows].tolist(), rel=1e-5)
     assert kernel_codes.dtype == torch.int8 and kernel_scales.dtype == torch.float16
     assert (kernel_codes != 0).any()
 
@@ -65,6 +66,6 @@ def test_a_nan_stays_in_its_row(both):
     target, factor, importance = problem(70, 128)
     clean, _ = both(target, factor, INT4_WEIGHT, importance=importance)
     target[66, 3] = float("nan")
-    _, (codes, scales) = both(target, factor, INT4_WEIGHT, importance=importance)
+    _, (codes, scales, _) = both(target, factor, INT4_WEIGHT, importance=importance)
     others = torch.arange(70) != 66
     assert torch.equal(codes[others], clean[0][others]) and torch.equal(scales[others], clean[1][others])

@@ -83,7 +83,7 @@ def test_case_4_gptq_equals_the_float64_column_loop_code_for_code(k, group, bloc
     target[5], target[7, 40] = 0, 20.0  # a zero row and an outlier
     importance = hessian.diagonal().float()
     grid = INT4_WEIGHT.with_group(group)
-    codes, scales = gptq(target, factor_of(hessian), grid, importance=importance, block=block)
+    codes, scales, _ = gptq(target, factor_of(hessian), grid, importance=importance, block=block)
     wanted_codes, wanted_scales = column_by_column(target, hessian, group, importance=importance)
     assert torch.equal(codes, wanted_codes)
     assert torch.equal(scales, wanted_scales)
@@ -92,7 +92,7 @@ def test_case_4_gptq_equals_the_float64_column_loop_code_for_code(k, group, bloc
 @pytest.mark.parametrize("block", [64, 128])
 def test_gptq_with_absmax_scales_equals_the_float64_column_loop(block):
     target, hessian = normal(32, 256, seed=1), correlated_hessian(256, seed=1)
-    codes, scales = gptq(target, factor_of(hessian), INT4_WEIGHT, search=False, block=block)
+    codes, scales, _ = gptq(target, factor_of(hessian), INT4_WEIGHT, search=False, block=block)
     wanted_codes, wanted_scales = column_by_column(target, hessian, 64, search=False)
     assert torch.equal(codes, wanted_codes)
     assert torch.equal(scales, wanted_scales)
@@ -105,7 +105,7 @@ def test_with_a_diagonal_hessian_gptq_rounds_to_nearest(seed, search, group):
     hessian = torch.diag(torch.rand(256, generator=rng(seed), dtype=torch.float64) + 0.1)
     importance = hessian.diagonal().float()
     grid = INT4_WEIGHT.with_group(group)
-    codes, scales = gptq(target, factor_of(hessian), grid, search=search, importance=importance)
+    codes, scales, _ = gptq(target, factor_of(hessian), grid, search=search, importance=importance)
     wanted_codes, wanted_scales = round_to_nearest(target, grid, search=search, importance=importance)
     assert torch.equal(codes, wanted_codes)
     assert torch.equal(scales, wanted_scales)
@@ -120,8 +120,8 @@ def test_permuting_rows_permutes_codes_and_scales(seed):
     hessian[0, 1:9] = hessian[1:9, 0] = 0.0625
     factor = factor_of(hessian)
     order = torch.randperm(16, generator=rng(seed))
-    codes, scales = gptq(target, factor, INT4_WEIGHT)
-    moved_codes, moved_scales = gptq(target[order], factor, INT4_WEIGHT)
+    codes, scales, _ = gptq(target, factor, INT4_WEIGHT)
+    moved_codes, moved_scales, _ = gptq(target[order], factor, INT4_WEIGHT)
     assert torch.equal(moved_codes, codes[order])
     assert torch.equal(moved_scales, scales[order])
 
@@ -131,20 +131,29 @@ def test_a_correlated_hessian_makes_gptq_better_than_rounding_to_nearest():
     importance = hessian.diagonal().float()
     found = gptq(target, factor_of(hessian), INT4_WEIGHT, importance=importance)
     nearest = round_to_nearest(target, INT4_WEIGHT, search=True, importance=importance)
-    error, plain = (error_in_metric(*pair, target, hessian, 64).sum() for pair in (found, nearest))
+    error, plain = (error_in_metric(*pair, target, hessian, 64).sum() for pair in (found[:2], nearest))
     assert error < 0.8 * plain  # eight common factors: most of the rounding error can be moved out of their way
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("group", [64, 192])
+def test_the_returned_loss_is_the_objective_in_the_metric(group, block):
+    target, hessian = normal(48, 192, seed=2), correlated_hessian(192, seed=2)
+    codes, scales, loss = gptq(target, factor_of(hessian), INT4_WEIGHT.with_group(group), block=block)
+    wanted = error_in_metric(codes, scales, target, hessian, group)
+    assert loss.tolist() == pytest.approx(wanted.tolist(), rel=1e-5)  # float32 errors of a column
 
 
 def test_a_zero_row_gets_codes_0_and_positive_scales():
     target = normal(4, 128)
     target[2] = 0
-    codes, scales = gptq(target, factor_of(correlated_hessian(128)), INT4_WEIGHT)
+    codes, scales, _ = gptq(target, factor_of(correlated_hessian(128)), INT4_WEIGHT)
     assert not codes[2].any()
     assert (scales > 0).all()
 
 
 def test_no_code_is_minus_8():
-    codes, _ = gptq(-normal(16, 128).abs(), factor_of(correlated_hessian(128)), INT4_WEIGHT)
+    codes, *_ = gptq(-normal(16, 128).abs(), factor_of(correlated_hessian(128)), INT4_WEIGHT)
     assert codes.min() == -7
 
 
@@ -188,7 +197,7 @@ def test_upper_cholesky_does_not_change_its_input():
 def test_coordinate_descent_never_raises_the_error_of_a_row(seed, sweeps, group):
     target, hessian = normal(12, 192, seed=seed), correlated_hessian(192, seed=seed, tokens=256)
     grid = INT4_WEIGHT.with_group(group)
-    codes, scales = gptq(target, factor_of(hessian), grid)
+    codes, scales, _ = gptq(target, factor_of(hessian), grid)
     before = error_in_metric(codes, scales, target, hessian, group)
     swept = coordinate_descent(codes, scales, target, hessian, grid, sweeps)
     after = error_in_metric(swept, scales, target, hessian, group)

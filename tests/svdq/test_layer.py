@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from svdq.config import LayerConfig
 from svdq.errors import NumericsError
+from svdq.gptq import gptq
 from svdq.grid import INT4_WEIGHT
 from svdq.layer import damping_ratio, prepare_site, quantize_linear
 from svdq.lowrank import low_rank
@@ -159,7 +160,7 @@ def test_the_start_is_better_than_any_other_low_rank_part_with_unrounded_codes(s
     def best_with(up, down):
         return objective((weight.double() - up.double() @ down.double().t()) @ to_codes, up, down)
 
-    up, down = low_rank(weight.double(), rank, site.chol_schur.double())
+    up, down = low_rank(weight.double(), rank, weight.double() @ site.chol_schur.double())
     other_up = up + size * up.norm() / up.numel() ** 0.5 * normal(24, rank, seed=seed)
     other_down = down + size * down.norm() / down.numel() ** 0.5 * normal(64, rank, seed=seed + 1)
     assert best_with(up, down) < best_with(other_up, other_down)
@@ -176,7 +177,7 @@ def test_the_start_reaches_the_bound_of_eckart_and_young():
     values, vectors = torch.linalg.eigh(xx - xq @ torch.linalg.inv(qq) @ xq.t())
     root = vectors * values.clamp_min(0).sqrt()
     wanted = torch.linalg.svdvals(weight @ root)[8:].norm()
-    up, down = low_rank(weight, 8, site.chol_schur.double())
+    up, down = low_rank(weight, 8, weight @ site.chol_schur.double())
     # the factor is kept in float32, with 1e-6 of its mean diagonal added
     assert ((weight - up @ down.t()) @ root).norm() <= (1 + 1e-3) * wanted
 
@@ -185,10 +186,20 @@ def test_the_start_reaches_the_bound_of_eckart_and_young():
 @pytest.mark.parametrize("transform", [BARE, FULL], ids=["bare", "rotated"])
 def test_the_first_codes_are_better_after_the_schur_start_than_after_another_metrics(transform, other):
     x, weight = tokens_with_outliers(), normal(80, 128, seed=5)
-    site = prepare_site(sums_of(x, transform), DEFAULT)
-    elsewhere = dataclasses.replace(site, chol_schur=site.chol_xx if other == "chol_xx" else torch.eye(128))
-    first, worse = (quantize_linear(weight, s, DEFAULT).report["rounds"][0] for s in (site, elsewhere))
-    assert first["damped_after_codes"] < worse["damped_after_codes"]
+    sums = sums_of(x, transform)
+    site = prepare_site(sums, DEFAULT)
+    objective, seen = damped_objective(weight, sums, site.shift), transform.weight(weight)
+
+    def after_codes(metric):
+        up, down = low_rank(seen, DEFAULT.rank, seen @ metric)
+        target = (seen - up @ down.t()) @ site.to_codes
+        codes, scales, _ = gptq(target, site.factor, INT4_WEIGHT, importance=site.hessian.diagonal())
+        return objective(INT4_WEIGHT.decode(codes, scales), up, down)
+
+    first = after_codes(site.chol_schur)
+    reported = quantize_linear(weight, site, DEFAULT).report["rounds"][0]["damped_after_codes"]
+    assert reported == pytest.approx((first / objective.output_energy) ** 0.5, rel=1e-4)  # float32 products
+    assert first < after_codes(site.chol_xx if other == "chol_xx" else torch.eye(128))
 
 
 @pytest.mark.parametrize("rank", [1, 8])

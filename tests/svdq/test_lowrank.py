@@ -115,7 +115,7 @@ def test_the_plain_approximation_is_as_good_as_the_truncated_svd(n, k, rank, see
 def test_the_weighted_approximation_is_the_best_in_its_metric(method):
     matrix = normal(40, 48)
     metric = torch.linalg.cholesky(normal(200, 48, seed=1).t() @ normal(200, 48, seed=1) + torch.eye(48))
-    up, down = low_rank(matrix, 8, metric, "exact" if method == "exact" else "auto")
+    up, down = low_rank(matrix, 8, matrix @ metric, "exact" if method == "exact" else "auto")
     reached = ((matrix.double() - up.double() @ down.double().t()) @ metric.double()).norm()
     # Eckart–Young for M·C: the truncated SVD of M·C, un-whitened, is the minimiser
     assert reached <= (1 + 1e-5) * best_residual(matrix.double() @ metric.double(), 8)
@@ -138,6 +138,15 @@ def test_factors_of_given_vectors_project_onto_them():
     up, down = factors(matrix, left)
     wanted = left.double() @ (left.double().t() @ matrix.double())
     assert (up.double() @ down.double().t() - wanted).norm() <= 1e-6 * wanted.norm()  # float32
+
+
+def test_factors_in_a_metric_are_those_of_the_matrix_before_it():
+    matrix, left = normal(20, 30).double(), torch.linalg.qr(normal(20, 3, seed=1).double())[0]
+    metric = torch.linalg.cholesky((normal(200, 30, seed=2).t() @ normal(200, 30, seed=2)).double())
+    up, down = factors(matrix @ metric, left, metric)
+    wanted = left @ (left.t() @ matrix)
+    assert (up @ down.t() - wanted).norm() <= 1e-12 * wanted.norm()  # float64
+    assert (up.norm(dim=0) - down.norm(dim=0)).norm() <= 1e-12 * up.norm()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -25,7 +25,7 @@ from svdq import layer as layer_module
 from svdq.calibration.statistics import ChannelStatistics, SumAccumulator
 from svdq.config import LayerConfig
 from svdq.grid import INT4_WEIGHT
-from svdq.layer import prepare_site, quantize_linear
+from svdq.layer import prepare_site, quantize_linears
 from svdq.rounding import ActivationTransform
 
 TOKENS, CHUNK = 32768, 4096
@@ -88,8 +88,7 @@ def timed_phases(device):
 
 
 def quantize_block(sites, config, prepare):
-    return [quantize_linear(weight, site, config) for sums, weights in sites for site in [prepare(sums, config)]
-            for weight in weights]  # fmt: skip
+    return [one for sums, weights in sites for one in quantize_linears(weights, prepare(sums, config), config)]
 
 
 def measure(name, device):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from svdq.objective import ActivationSums, gram
+from svdq.objective import ActivationSums
+from svdq.products import gram, matmul
 from svdq.ranks import Ranks
 from svdq.rounding import ActivationTransform, fake_quantize_activation
 
@@ -77,7 +78,7 @@ class SumAccumulator:
             transformed = self.transform.apply(chunk)
             quantized = fake_quantize_activation(transformed, self.transform.clip)
             self.xx += gram(transformed)
-            self.xq += transformed.t() @ quantized
+            self.xq += matmul(transformed.t(), quantized)
             self.qq += gram(quantized)
         self.tokens += len(x)
 

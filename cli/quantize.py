@@ -73,8 +73,13 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         store.check_model(model.files.source_fingerprint())
         _check_preset(store, preset, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
     if dry_run:
-        console.say(report.plan_text(the_plan))
-        options.write_report(json_file, vars(the_plan) | {"linears": [linear.name for linear in the_plan.linears]})
+        linears, count = the_plan.linears, samples * seq_len
+        memory = {} if calib else {"calibrate": preflight.calibration_bytes(model, linears, count, where)}
+        memory["quantize"] = preflight.quantization_bytes(linears, where)
+        console.say(report.plan_text(the_plan, memory, where.type))
+        options.write_report(
+            json_file, vars(the_plan) | {"linears": [one.name for one in linears], "memory_bytes": memory}
+        )
         return 0
     tokens = None
     if data:

@@ -19,7 +19,10 @@ large matrices.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,9 +31,10 @@ from torch import Tensor
 from svdq.config import LayerConfig
 from svdq.errors import NumericsError
 from svdq.gptq import coordinate_descent, gptq, inverse_factor, upper_cholesky
-from svdq.grid import INT4_WEIGHT
+from svdq.grid import INT4_WEIGHT, Grid
 from svdq.lowrank import factors, low_rank, top_left_vectors
-from svdq.objective import ActivationSums, gram, relative
+from svdq.objective import ActivationSums, relative
+from svdq.products import gram, matmul
 from svdq.rounding import ActivationTransform
 
 MAX_RATIO = 20.0  # of the mean diagonal: 12 raises from 1e-6; more would be another matrix
@@ -161,94 +165,146 @@ def _raise_until(attempt, value: float, *, first: float, label: str) -> tuple[fl
     return value, result, raises
 
 
-def quantize_linear(weight: Tensor, site: PreparedSite, config: LayerConfig) -> QuantizedLinear:
-    """Quantize one weight against its site.
+def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: LayerConfig) -> list[QuantizedLinear]:
+    """Quantize linears of one site, each as if it were alone, in one go: their rows are stacked.
 
-    weight   (n, k) any float dtype, rows are outputs. Not changed.
-    Returns  the stored tensors and a report: relative output error √(J/‖X'W'ᵀ‖²) of each half-step, damped and not.
+    weights  (n_i, k) any float dtype, rows are outputs. Not changed.
+    Returns  per linear the stored tensors and a report: relative output error √(J/‖X'W'ᵀ‖²) of each half-step, damped
+             and not.
     Raises   NumericsError on a non-finite weight or a value that float16 cannot hold.
     """
-    if not torch.isfinite(weight).all():
+    if not all(torch.isfinite(weight).all() for weight in weights):
         raise NumericsError("the weight holds a NaN or Inf")
     transform = site.transform
-    weight = transform.weight(weight).float()
+    stack = _Stack([len(weight) for weight in weights], config)
+    weight = torch.cat([transform.weight(weight).float() for weight in weights])
     grid = INT4_WEIGHT.with_group(config.group_size)
     importance = site.hessian.diagonal() if config.scale_search else None
-    seen = weight @ site.chol_xx
-    energy = _energy(seen)
-    undamped_energy = energy - site.shift * _energy(weight)
+    seen = matmul(weight, site.chol_xx)
+    energy = stack.energies(seen)
+    undamped_energy = energy - site.shift * stack.energies(weight)
 
     if site.to_codes is None or site.chol_schur is None:  # what is rounded is W' − L itself
-        up, down = low_rank(weight, config.rank if config.objective == "svd" else 0, None, config.svd)
+        up, down = stack.low_rank(weight, rank=config.rank if config.objective == "svd" else 0)
         full_target = weight
     else:
-        seen_schur = weight @ site.chol_schur
-        up, down = low_rank(weight, config.rank, seen_schur, config.svd)
-        full_target = weight @ site.to_codes
-    best: tuple[float, Tensor, Tensor, Tensor, Tensor] | None = None
-    rounds: list[dict] = []
+        seen_schur = matmul(weight, site.chol_schur)
+        up, down = stack.low_rank(weight, seen_schur)
+        full_target = matmul(weight, site.to_codes)
+    best = [_Round() for _ in weights]
     for _ in range(config.rounds if config.rank and config.objective != "svd" else 1):
         seen_down = down.t() if site.to_codes is None else down.t() @ site.to_codes
         target = full_target - up @ seen_down
-        codes, scales, loss = gptq(target, site.factor, grid, search=config.scale_search, importance=importance)
+        codes, scales, losses = gptq(target, site.factor, grid, search=config.scale_search, importance=importance)
         weight_hat = grid.decode(codes, scales)
         if config.sweeps:
             codes = coordinate_descent(codes, scales, target, site.hessian, grid, config.sweeps)
             weight_hat = grid.decode(codes, scales)
             missed = weight_hat - target
-            loss = ((missed @ site.hessian) * missed).sum(1, dtype=torch.float64)
+            losses = ((missed @ site.hessian) * missed).sum(1, dtype=torch.float64)
         _refuse_overflow(scales)
-        measured = seen - weight_hat @ site.seen_codes
-        repairable = _energy(measured - up @ (down.t() @ site.chol_xx))
+        measured = seen - matmul(weight_hat, site.seen_codes)
+        repairable = stack.energies(measured - up @ (down.t() @ site.chol_xx))
         if site.rest is None:
             assert site.chol_schur is not None  # prepare_site makes the one or the other
-            left = _energy(seen_schur - up @ (down.t() @ site.chol_schur))
-            after_codes = left - site.jitter * _energy(weight - up @ down.t()) + loss.sum().item()
+            left = stack.energies(seen_schur - up @ (down.t() @ site.chol_schur))
+            after_codes = left - site.jitter * stack.energies(weight - up @ down.t()) + stack.sums(losses)
             unrepaired = after_codes - repairable
         else:
-            unrepaired = ((weight_hat @ site.rest) * weight_hat).sum(dtype=torch.float64).item()
+            unrepaired = stack.sums(((weight_hat @ site.rest) * weight_hat).sum(1, dtype=torch.float64))
             after_codes = unrepaired + repairable
         if config.objective == "weight":
-            up, down = low_rank(weight - weight_hat, config.rank, None, config.svd)
+            up, down = stack.low_rank(weight - weight_hat)
         elif config.objective == "output":
-            up, down = factors(measured, top_left_vectors(measured, config.rank, config.svd), site.chol_xx)
+            up, down = stack.factors(measured, site.chol_xx, up)
         stored_up, stored_down = up.half(), transform.down_to_raw(down.double()).half()
         _refuse_overflow(stored_up, stored_down)
         up, down = stored_up.float(), transform.down_from_raw(stored_down.double()).float()
-        after_lowrank = unrepaired + _energy(measured - up @ (down.t() @ site.chol_xx))
-        undamped = after_lowrank - site.shift * _energy(weight - weight_hat - up @ down.t())
-        rounds.append(
-            {
-                "damped_after_codes": relative(after_codes, energy),
-                "damped_after_lowrank": relative(after_lowrank, energy),
-                "error": relative(undamped, undamped_energy),
-            }
-        )
-        if best is not None and after_lowrank >= best[0]:
+        after_lowrank = unrepaired + stack.energies(measured - up @ (down.t() @ site.chol_xx))
+        undamped = after_lowrank - site.shift * stack.energies(weight - weight_hat - up @ down.t())
+        steps = [(after_codes, energy), (after_lowrank, energy), (undamped, undamped_energy)]
+        errors = [[relative(*pair) for pair in zip(*map(Tensor.tolist, step), strict=True)] for step in steps]
+        for one, rows, value, *of_one in zip(best, stack.rows, after_lowrank.tolist(), *errors, strict=True):
+            one.offer(value, of_one, (codes[rows], scales[rows], *stack.part(rows, stored_up, stored_down)))
+        if not any(one.goes_on for one in best):
             break
-        best = (after_lowrank, codes, scales, stored_up, stored_down)
 
-    assert best is not None  # rounds ≥ 1 is checked by the configuration
-    _, codes, scales, stored_up, stored_down = best
-    repairs = list(site.repairs)
-    absmax = weight.unflatten(1, (-1, config.group_size)).abs().amax(2)
-    if tiny := int(((absmax > 0) & ((absmax / grid.hi).half() == 0)).sum()):
-        repairs.append(f"{tiny} groups too small for a float16 scale, rounded to 0")
-    kept = min(range(len(rounds)), key=lambda i: rounds[i]["damped_after_lowrank"])
-    report = {
-        "error": rounds[kept]["error"],
-        "rounds": rounds,
-        "kept_round": kept + 1,
-        "damping": site.damping,
-        "tokens": site.tokens,
-        "repairs": repairs,
-    }
-    return QuantizedLinear(codes, scales, stored_down, stored_up, report)
+    results = []
+    for rows, one in zip(stack.rows, best, strict=True):
+        repairs = [*site.repairs, *_tiny_groups(weight[rows], grid)]
+        common = {"damping": site.damping, "tokens": site.tokens, "repairs": repairs}
+        codes, scales, down, up = one.tensors
+        results.append(QuantizedLinear(codes, scales, down, up, {**one.report(), **common}))
+    return results
 
 
-def _energy(matrix: Tensor) -> float:
-    """‖matrix‖², summed in float64."""
-    return torch.linalg.vector_norm(matrix, dtype=torch.float64).item() ** 2
+class _Stack:
+    """Stacked linears: their rows, and low-rank parts that stand on a block diagonal, `rank` columns for each.
+
+    Energies and sums are float64, one a linear, on the CPU.
+    """
+
+    def __init__(self, sizes: list[int], config: LayerConfig):
+        self.rank, self.svd = config.rank, config.svd
+        ends = list(accumulate(sizes))
+        self.rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def sums(self, by_row: Tensor) -> Tensor:
+        return torch.stack([by_row[rows].sum() for rows in self.rows]).cpu()
+
+    def energies(self, matrix: Tensor) -> Tensor:
+        """‖rows of a linear‖², of each."""
+        norms = [torch.linalg.vector_norm(matrix[rows], dtype=torch.float64) for rows in self.rows]
+        return torch.stack(norms).square().cpu()
+
+    def low_rank(self, matrix: Tensor, seen: Tensor | None = None, rank: int | None = None) -> tuple[Tensor, Tensor]:
+        rank = self.rank if rank is None else rank
+        return self._diagonal(
+            [low_rank(matrix[rows], rank, None if seen is None else seen[rows], self.svd) for rows in self.rows]
+        )
+
+    def factors(self, measured: Tensor, metric: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """See svdq.lowrank. before: the up factors that are replaced, near the new ones."""
+        parts = []
+        for number, rows in enumerate(self.rows):
+            start = before[rows, number * self.rank : (number + 1) * self.rank]
+            parts.append(factors(measured[rows], top_left_vectors(measured[rows], self.rank, self.svd, start), metric))
+        return self._diagonal(parts)
+
+    def _diagonal(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        return torch.block_diag(*(up for up, _ in parts)), torch.cat([down for _, down in parts], 1)
+
+    def part(self, rows: slice, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        """(down, up) of the linear with these rows, as they are stored."""
+        width = up.shape[1] // len(self.rows)
+        columns = slice((first := self.rows.index(rows) * width), first + width)
+        return down[:, columns].contiguous(), up[rows, columns].contiguous()
+
+
+class _Round:
+    """The best round of one linear so far. The first that is no better is its last, whatever others of its stack do."""
+
+    def __init__(self) -> None:
+        self.goes_on, self.smallest, self.kept = True, math.inf, 0
+        self.tensors: tuple[Tensor, ...] = ()
+        self.errors: list[dict[str, float]] = []
+
+    def offer(self, value: float, errors: list[float], tensors: tuple[Tensor, ...]) -> None:
+        if not self.goes_on:
+            return
+        self.errors.append(dict(zip(("damped_after_codes", "damped_after_lowrank", "error"), errors, strict=True)))
+        self.goes_on = value < self.smallest or not self.tensors
+        if self.goes_on:
+            self.smallest, self.tensors, self.kept = value, tensors, len(self.errors)
+
+    def report(self) -> dict[str, Any]:
+        return {"error": self.errors[self.kept - 1]["error"], "rounds": self.errors, "kept_round": self.kept}
+
+
+def _tiny_groups(weight: Tensor, grid: Grid) -> list[str]:
+    absmax = weight.unflatten(1, (-1, grid.group)).abs().amax(2)
+    tiny = int(((absmax > 0) & ((absmax / grid.hi).half() == 0)).sum())
+    return [f"{tiny} groups too small for a float16 scale, rounded to 0"] if tiny else []
 
 
 def _refuse_overflow(*stored: Tensor) -> None:

@@ -8,7 +8,6 @@ are kept; L enters through its thin factors. One n×k×k product a call is left.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -70,17 +69,3 @@ class Objective:
 def relative(value: float, energy: float) -> float:
     """√(J/‖X'W'ᵀ‖²): the relative output error; 0 where the layer puts out nothing."""
     return (max(value, 0.0) / energy) ** 0.5 if energy > 0 else 0.0
-
-
-def gram(matrix: Tensor, blocks: int = 4) -> Tensor:
-    """matrixᵀ·matrix (k, k) of a (m, k) matrix, in its type, at 5/8 of the products.
-
-    Only blocks on or above the diagonal are multiplied, the others mirrored: torch has no symmetric rank-k update.
-    """
-    k = matrix.shape[1]
-    out = matrix.new_empty((k, k))
-    edges = [k * i // blocks for i in range(blocks + 1)]
-    for low, high in pairwise(edges):
-        torch.matmul(matrix[:, low:high].t(), matrix[:, low:], out=out[low:high, low:])
-        out[high:, low:high] = out[low:high, high:].t()
-    return out

@@ -9,6 +9,7 @@ output gets its name only when it is whole.
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from svdq import __version__
 from svdq.assemble import assemble, write_block
@@ -28,18 +30,25 @@ from svdq.calibration.data import TokenData, batches
 from svdq.calibration.sources import locate
 from svdq.calibration.store import Store
 from svdq.checkpoint import open_file, read_json, write_json
-from svdq.config import SEARCH, CalibrationConfig, QuantConfig, first_difference, to_dict
+from svdq.config import SEARCH, CalibrationConfig, LayerConfig, QuantConfig, first_difference, to_dict
 from svdq.errors import CheckpointError, ConfigError, NumericsError
-from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linear
+from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linears
 from svdq.models import Linear, Model, compute_dtype, read_weight
 from svdq.objective import ActivationSums
-from svdq.preflight import Plan, check_groups, check_run_output, device_warnings, plan, token_warnings
+from svdq.preflight import WIDE, Plan, check_groups, check_run_output, device_warnings, plan, token_warnings
 from svdq.ranks import ALONE, Ranks
 from svdq.rounding import ActivationTransform
 
 TOKENS_PER_BATCH = 4096
-WIDE = 2048  # channels from which a site's factorizations gain from more threads than its GPTQ loses
 Progress = Callable[[str, int, int], None]  # stage, blocks done, blocks in all
+
+
+def peak_bytes(device: torch.device | str) -> int:
+    """The most memory so far: on a GPU torch's allocations there, else what this process had in memory at most."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -93,6 +102,7 @@ class CalibrationSummary:
     sites: int
     tokens: int
     seconds: float
+    peak_bytes: int
     warnings: list[str] = field(default_factory=list)
 
 
@@ -142,9 +152,8 @@ def calibrate(
         ranks.agree(store.finish)
     progress("calibrate", total, total)
     sites = sum(len(json.loads(open_file(store.path(b)).metadata["sites"])) for b in range(total))
-    return CalibrationSummary(
-        total, sites, data.tokens, time.perf_counter() - started, token_warnings(linears, data.tokens)
-    )
+    seconds, warnings = time.perf_counter() - started, token_warnings(linears, data.tokens)
+    return CalibrationSummary(total, sites, data.tokens, seconds, peak_bytes(device), warnings)
 
 
 # ---------------------------------------------------------------------------------------------- quantize
@@ -163,6 +172,7 @@ class QuantizationSummary:
     output_bytes: int
     resumed_blocks: int
     seconds: float
+    peak_bytes: int
 
     @property
     def mean_error(self) -> float:
@@ -258,6 +268,7 @@ def quantize(
         output_bytes=out.stat().st_size,
         resumed_blocks=len(there),
         seconds=time.perf_counter() - started,
+        peak_bytes=peak_bytes(device),
     )
 
 
@@ -382,26 +393,42 @@ def _quantize_site(
     threads: int,
 ) -> list[tuple[Linear, QuantizedLinear, ActivationTransform]]:
     torch.set_num_threads(threads)  # per call: a part of this setting is one for all threads
+    started = time.perf_counter()
     moved = sums.to(device)
     prepared: dict[tuple, PreparedSite] = {}
-    seconds: dict[str, float] = {}
+    stacks: dict[LayerConfig, list[Linear]] = {}
     for linear in members:
-        layer, started = config.for_layer(linear.name), time.perf_counter()
+        layer = config.for_layer(linear.name)
+        stacks.setdefault(layer, []).append(linear)
         if (key := (layer.damping, layer.objective)) not in prepared:
             with _named(linear):
                 prepared[key] = prepare_site(moved, layer)
-        seconds[linear.name] = time.perf_counter() - started
     transform = moved.transform
     del moved  # of a wide site on a GPU, 2.5 GB
     results = []
-    for linear in members:
-        layer, started = config.for_layer(linear.name), time.perf_counter()
-        weight = read_weight(model, linear).to(device)
-        with _named(linear):
-            result = quantize_linear(weight, prepared[layer.damping, layer.objective], layer)
-        result.report["seconds"] = round(seconds[linear.name] + time.perf_counter() - started, 3)
-        results.append((linear, result, transform))
+    for layer, stack in stacks.items():
+        weights = [read_weight(model, linear).to(device) for linear in stack]
+        for linear, result in zip(stack, _quantize_stack(stack, weights, prepared, layer), strict=True):
+            results.append((linear, result, transform))
+    seconds = time.perf_counter() - started
+    for linear, result, _ in results:
+        result.report["seconds"] = round(seconds * linear.n / sum(member.n for member in members), 3)
     return results
+
+
+def _quantize_stack(
+    stack: list[Linear], weights: list[Tensor], prepared: dict[tuple, PreparedSite], layer: LayerConfig
+) -> list[QuantizedLinear]:
+    """The linears of one site and configuration. Raises NumericsError with the name of the one that it is about."""
+    site = prepared[layer.damping, layer.objective]
+    try:
+        return quantize_linears(weights, site, layer)
+    except NumericsError:
+        results = []
+        for linear, weight in zip(stack, weights, strict=True):
+            with _named(linear):
+                results += quantize_linears([weight], site, layer)
+        return results
 
 
 @contextmanager

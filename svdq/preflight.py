@@ -11,11 +11,15 @@ from pathlib import Path
 import torch
 
 from svdq import schema
+from svdq.calibration.capture import REPLAY_BYTES
+from svdq.calibration.statistics import CHUNK_TOKENS
 from svdq.config import ACTIVATION_GROUP, QuantConfig, matches
 from svdq.errors import CheckpointError, ConfigError
 from svdq.kernels import quantizer
-from svdq.models import Linear, Model
+from svdq.models import Linear, Model, compute_dtype
 
+WIDE = 2048  # channels from which a site's factorizations gain from more threads than its GPTQ loses
+_PROCESS_BYTES = 450_000_000  # Python with torch and transformers loaded
 _WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,7 +31,6 @@ class Plan:
     left_16bit: list[str]  # linears inside blocks that the patterns leave out
     output_bytes: int
     work_bytes: int
-    peak_bytes: int  # largest block in float32, its sums and factorizations
 
 
 def plan(model: Model, config: QuantConfig) -> Plan:
@@ -62,17 +65,65 @@ def plan(model: Model, config: QuantConfig) -> Plan:
     kept = [] if config.linears_only else [k for k in model.files.tensors if k not in replaced and k not in model.ties]
     other = sum(model.files.info(key).nbytes for key in kept)
     chosen_names = {linear.name for linear in chosen}
-    largest = max(linear.k for linear in chosen)
-    block = max(
-        sum(4 * linear.n * linear.k for linear in model.linears if linear.block == b) for b in range(len(model.blocks))
-    )
     return Plan(
         linears=chosen,
         left_16bit=[name for name in names if name not in chosen_names],
         output_bytes=work + other,
         work_bytes=work,
-        peak_bytes=block + 14 * 8 * largest * largest,
     )
+
+
+def calibration_bytes(model: Model, linears: list[Linear], tokens: int, device: torch.device) -> int:
+    """What `calibrate` will have in memory at most, on the device: on a GPU the tensors there, else the process.
+
+    Of the block that needs most: weights, hidden states before and after it, the inputs kept for the second pass, the
+    float64 sums, and of the widest site the chunk that is transformed and three products.
+    """
+    size = compute_dtype(model, device).itemsize
+    most = 0
+    for block in _blocks(linears):
+        widths = [k for k, _ in _sites(block)]
+        widest, hidden = max(widths), block[0].k
+        kept = tokens * sum(widths) * size
+        most = max(
+            most,
+            sum(size * one.n * one.k for one in block)
+            + 3 * tokens * hidden * size
+            + (kept if kept <= REPLAY_BYTES else 0)
+            + sum(24 * k * k for k in widths)
+            + 6 * 4 * CHUNK_TOKENS * widest
+            + 12 * widest * widest,
+        )
+    return most + (_PROCESS_BYTES if device.type == "cpu" else 0)
+
+
+def quantization_bytes(linears: list[Linear], device: torch.device) -> int:
+    """What `quantize` from a store will have in memory at most, likewise.
+
+    Of one site: either eight float64 matrices while it is factorized, or seven float32 ones and twelve matrices of its
+    stacked weights' size. On a CPU narrow sites go to a pool: 3.6 of them is what SmolLM2 took.
+    """
+    sites = [site for block in _blocks(linears) for site in _sites(block)]
+    most = max(max(64 * k * k, 28 * k * k + 48 * rows * k) for k, rows in sites)
+    if device.type != "cpu":
+        return most
+    return int(most * (1 if any(k >= WIDE for k, _ in sites) else 3.6)) + _PROCESS_BYTES
+
+
+def _blocks(linears: list[Linear]) -> list[list[Linear]]:
+    blocks: dict[int, list[Linear]] = {}
+    for linear in linears:
+        blocks.setdefault(linear.block, []).append(linear)
+    return list(blocks.values())
+
+
+def _sites(block: list[Linear]) -> list[tuple[int, int]]:
+    """(channels, rows that read them) of each site, as far as names tell: siblings of one width share their input."""
+    sites: dict[tuple[str, int], int] = {}
+    for linear in block:
+        key = (linear.name.rpartition(".")[0], linear.k)
+        sites[key] = sites.get(key, 0) + linear.n
+    return [(k, rows) for (_, k), rows in sites.items()]
 
 
 def _quantized_bytes(linear: Linear, config: QuantConfig) -> int:

@@ -57,11 +57,13 @@ def listed(items: Sequence[str], title: str, most: int = 10) -> list[str]:
     return lines
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: Plan, memory: dict[str, int], device: str) -> str:
+    """memory: command → bytes that it needs at most on this kind of device."""
+    needed = ", ".join(f"{size(needed)} to {command}" for command, needed in memory.items())
     lines = [
         f"{len(plan.linears)} linears to quantize, {len(plan.left_16bit)} left in 16 bits",
-        f"output {size(plan.output_bytes)}, work directory {size(plan.work_bytes)}, "
-        f"memory about {size(plan.peak_bytes)} beside the activations",
+        f"output {size(plan.output_bytes)}, work directory {size(plan.work_bytes)}",
+        f"memory on the {device.upper() if device == 'cpu' else 'GPU'}, about: {needed}",
     ]
     return "\n".join([*lines, *listed(plan.left_16bit, "left in 16 bits")])
 

@@ -20,15 +20,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from svdq import schema
 from svdq.calibration.store import Store
 from svdq.config import LayerConfig, QuantConfig
 from svdq.errors import CheckpointError, ConfigError, NumericsError
-from svdq.layer import PreparedSite, prepare_site, quantize_linear
+from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linears
 from svdq.models import Linear, Model, read_weight
 from svdq.objective import ActivationSums, Objective, relative
-from svdq.pipeline import WIDE
+from svdq.preflight import WIDE
 from svdq.quantized import Layer, QuantizedFile
 
 KNOBS: dict[str, type] = {"rank": int, "group_size": int, "rounds": int, "sweeps": int, "damping": float}
@@ -38,7 +39,7 @@ Change = dict[str, Any]  # knob → value, all of them changed together
 @dataclass
 class ChangedLayer:
     """One linear under a change. gain = error_now − error_then; bytes_more counts the canonical file's tensors;
-    quantizer is the report of svdq.layer.quantize_linear: errors of every round, kept_round, damping, repairs."""
+    quantizer is the report of svdq.layer.quantize_linears: errors of every round, kept_round, damping, repairs."""
 
     name: str
     error_now: float
@@ -215,39 +216,61 @@ def _check_site(
     sums, members = job
     torch.set_num_threads(threads)  # per call: a part of this setting is one for all threads
     moved = sums.to(device)
-    traces = [matrix.double() for matrix in (moved.xx, moved.xq, moved.qq)]
-    prepared: dict[LayerConfig, PreparedSite] = {}
-    results = []
     for linear in members:
-        layer = quantized.layer(linear.name)
-        if not layer.transform.same(sums.transform):
+        if not quantized.layer(linear.name).transform.same(sums.transform):
             raise CheckpointError(
                 f"{store.directory}: {linear.name} was quantized with another smoothing, rotation or clip"
             )
-        weight, layer = read_weight(model, linear).to(device), layer.to(device)
+    weights = {linear.name: read_weight(model, linear).to(device) for linear in members}
+    prepared: dict[LayerConfig, PreparedSite] = {}
+    again = [_quantize_again(weights, question.configs, moved, prepared) for question in questions]
+    traces = [matrix.double() for matrix in (moved.xx, moved.xq, moved.qq)]
+    results = []
+    for name, weight in weights.items():
+        layer = quantized.layer(name).to(device)
         objective = Objective(layer.transform.weight(weight), *traces)
         now = _error(objective, layer)
         found: list[ChangedLayer | str | None] = []
-        for question in questions:
-            config = question.configs.get(linear.name)
-            if config is None:
-                found.append(None)
-                continue
-            # everything of a configuration but these four, of which prepare_site reads none
-            shared = replace(config, rank=0, group_size=LayerConfig.group_size, rounds=1, sweeps=0)
-            try:
-                if shared not in prepared:
-                    prepared[shared] = prepare_site(moved, config)
-                result = quantize_linear(weight, prepared[shared], config)
-            except NumericsError as error:
-                found.append(str(error))
-                continue
-            parts = (result.codes, result.scales, result.proj_down, result.proj_up)
-            then = _error(objective, Layer(linear.name, *parts, None, layer.transform))
-            n, k, rank, group = quantized.layers[linear.name]
-            more = _bytes(n, k, config.rank, config.group_size) - _bytes(n, k, rank, group)
-            found.append(ChangedLayer(linear.name, now, then, now - then, more, result.report))
-        results.append((linear.name, now, found))
+        for question, answers in zip(questions, again, strict=True):
+            result = answers.get(name)
+            if isinstance(result, QuantizedLinear):
+                parts = (result.codes, result.scales, result.proj_down, result.proj_up)
+                then = _error(objective, Layer(name, *parts, None, layer.transform))
+                (n, k, rank, group), config = quantized.layers[name], question.configs[name]
+                more = _bytes(n, k, config.rank, config.group_size) - _bytes(n, k, rank, group)
+                found.append(ChangedLayer(name, now, then, now - then, more, result.report))
+            else:
+                found.append(result)
+        results.append((name, now, found))
+    return results
+
+
+def _quantize_again(
+    weights: dict[str, Tensor],
+    configs: dict[str, LayerConfig],
+    sums: ActivationSums,
+    prepared: dict[LayerConfig, PreparedSite],
+) -> dict[str, QuantizedLinear | str]:
+    """The linears of one site that have a configuration, quantized, or why not; stacked as a run stacks them."""
+    stacks: dict[LayerConfig, list[str]] = {}
+    for name in weights:
+        if name in configs:
+            stacks.setdefault(configs[name], []).append(name)
+    results: dict[str, QuantizedLinear | str] = {}
+    for config, names in stacks.items():
+        # everything of a configuration but these four, of which prepare_site reads none
+        shared = replace(config, rank=0, group_size=LayerConfig.group_size, rounds=1, sweeps=0)
+        try:
+            if shared not in prepared:
+                prepared[shared] = prepare_site(sums, config)
+            site = prepared[shared]
+            results |= zip(names, quantize_linears([weights[name] for name in names], site, config), strict=True)
+        except NumericsError as error:
+            if len(names) == 1:
+                results[names[0]] = str(error)
+            else:  # one of them
+                for name in names:
+                    results |= _quantize_again({name: weights[name]}, configs, sums, prepared)
     return results
 
 

@@ -12,7 +12,7 @@ from svdq.config import LayerConfig
 from svdq.errors import NumericsError
 from svdq.gptq import gptq
 from svdq.grid import INT4_WEIGHT
-from svdq.layer import damping_ratio, prepare_site, quantize_linear
+from svdq.layer import damping_ratio, prepare_site, quantize_linears
 from svdq.lowrank import low_rank
 from svdq.objective import ActivationSums, Objective
 from svdq.rounding import ActivationTransform, fake_quantize_activation, quantize_activation, round_to_nearest
@@ -59,6 +59,10 @@ def sums_of(x, transform, dtype=torch.float32):
     )
 
 
+def quantize_linear(weight, site, config):
+    return quantize_linears([weight], site, config)[0]
+
+
 def quantize(weight, x, transform, config=DEFAULT, dtype=torch.float32):
     return quantize_linear(weight, prepare_site(sums_of(x, transform, dtype), config), config)
 
@@ -84,6 +88,27 @@ def damped_objective(weight, sums, shift):
 
 
 TRANSFORMS = [BARE, FULL, smoothed(128), smoothed(128, rotation=False, clip=1.0)]
+
+
+# ------------------------------------------------------------------------------------------------ stacks
+
+
+@pytest.mark.parametrize(
+    "config", [DEFAULT, PLAIN, SVDQUANT, LayerConfig(rank=0)], ids=["output", "weight", "svd", "0"]
+)
+def test_linears_of_one_stack_are_what_each_is_alone(config):
+    x, transform = tokens_with_outliers(), smoothed(128)
+    weights = [normal(80, 128, seed=5), normal(24, 128, seed=6) * 1e-3, normal(16, 128, seed=7).half()]
+    site = prepare_site(sums_of(x, transform), config)
+    for weight, found in zip(weights, quantize_linears(weights, site, config), strict=True):
+        alone = quantize_linear(weight, site, config)
+        assert found.codes.shape == weight.shape
+        # sums of stacked rows may have another order, and a code at a tie another value
+        assert (found.codes != alone.codes).float().mean() < 0.01
+        assert found.proj_down.shape == alone.proj_down.shape and found.proj_up.shape == alone.proj_up.shape
+        assert found.report["error"] == pytest.approx(alone.report["error"], rel=1e-3)
+        assert found.report["error"] == pytest.approx(output_error(x, weight, found, transform), rel=1e-4)
+        assert len(found.report["rounds"]) == len(alone.report["rounds"])
 
 
 # ------------------------------------------------------------------------------------------------ the report

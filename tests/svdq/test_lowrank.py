@@ -121,6 +121,16 @@ def test_the_weighted_approximation_is_the_best_in_its_metric(method):
     assert reached <= (1 + 1e-5) * best_residual(matrix.double() @ metric.double(), 8)
 
 
+def test_one_step_from_nearby_vectors_is_as_good_as_six_from_none():
+    matrix = normal(400, 300) * 0.98 ** torch.arange(300)  # a flat spectrum
+    moved = matrix + 0.05 * matrix.norm() / 300 * normal(400, 300, seed=1)
+    start = top_left_vectors(matrix, 16) * torch.linspace(3, 0.1, 16)  # directions count, not sizes
+    found, cold = (moved - left @ (left.t() @ moved) for left in
+                   (top_left_vectors(moved, 16, start=start), top_left_vectors(moved, 16)))  # fmt: skip
+    assert found.norm() <= best_residual(moved.double(), 16) * (1 + 1e-4)
+    assert found.norm() <= cold.norm() * (1 + 1e-5)
+
+
 def test_rank_0_gives_empty_factors():
     up, down = low_rank(normal(6, 9), 0)
     assert up.shape == (6, 0)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from svdq.objective import Objective, gram, relative
+from svdq.objective import Objective, relative
 
 D = torch.float64
 
@@ -74,32 +74,3 @@ def test_float32_weights_and_factors_are_taken_as_they_are():
 @pytest.mark.parametrize(("value", "energy", "wanted"), [(0.04, 4.0, 0.1), (-1e-9, 4.0, 0.0), (1.0, 0.0, 0.0)])
 def test_the_relative_error_is_a_root_and_never_negative(value, energy, wanted):
     assert relative(value, energy) == pytest.approx(wanted, rel=1e-15)
-
-
-@pytest.mark.parametrize("shape", [(5, 192), (300, 64), (1, 4), (7, 3), (9, 1), (0, 8)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gram_is_the_matrix_transposed_times_itself(shape, dtype):
-    matrix = normal(*shape).to(dtype)
-    wanted = torch.zeros(shape[1], shape[1], dtype=D)
-    for row in matrix.double():
-        wanted += torch.outer(row, row)
-    bound = 1e-6 if dtype == torch.float32 else 1e-14  # rounding of sums of up to 300 products
-    assert gram(matrix).dtype == dtype
-    assert (gram(matrix).double() - wanted).norm() <= bound * wanted.norm()
-
-
-def test_gram_is_exactly_symmetric():
-    square = gram(normal(50, 192).float())
-    # diagonal blocks come from one product each; mirrored ones are copies
-    edge = 48
-    for i in range(4):
-        for j in range(i):
-            a = square[i * edge : (i + 1) * edge, j * edge : (j + 1) * edge]
-            assert torch.equal(a, square[j * edge : (j + 1) * edge, i * edge : (i + 1) * edge].t())
-
-
-def test_gram_does_not_change_its_input():
-    matrix = normal(5, 8)
-    kept = matrix.clone()
-    gram(matrix)
-    assert torch.equal(matrix, kept)

@@ -182,7 +182,7 @@ def test_a_rank_that_fails_ends_the_wait_of_the_first_at_once_and_its_message_is
         "import os, sys\nfrom svdq import pipeline\nfrom svdq.cli.main import main\n"
         "from svdq.errors import NumericsError\n"
         "def fail(*arguments):\n    raise NumericsError('of no use')\n"
-        "if os.environ['RANK'] == '1':\n    pipeline.quantize_linear = fail\n"
+        "if os.environ['RANK'] == '1':\n    pipeline.quantize_linears = fail\n"
         "main(sys.argv[1:])\n"
     )
     job = Job(tmp_path, 2, "quantize", model, tmp_path / "out", "--calib", store, "--timeout", "300", wrapped=wrapper)

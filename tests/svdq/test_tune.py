@@ -1,8 +1,10 @@
 """Tuning by gradient: the student computes what the runtime does, its gradients are right, and nothing gets worse."""
 
+import dataclasses
 import json
 
 import pytest
+import safetensors.torch
 import torch
 
 from svdq.config import TuneConfig
@@ -134,11 +136,16 @@ def test_tuning_brings_held_out_outputs_closer_and_the_written_file_says_so(
     opened, quantized, read_ids, ids_file, tmp_path, kind
 ):
     model, file = opened(kind)
+    # toys amplify every code at a tie, more than tuning them gains: scales a tenth too large are gain enough
+    tensors = {key: file.file.read(key) * (1.1 if key.endswith("w_scales") else 1) for key in file.file.tensors}
+    safetensors.torch.save_file(tensors, tmp_path / "off.safetensors", file.file.metadata)
+    file = open_quantized(tmp_path / "off.safetensors")
     data = read_ids(ids_file(tmp_path / "more.jsonl", [64] * 64, seed=5))
-    layers, report = tune(model, file, data, QUICK)
-    assert report.kept and report.after < 0.97 * report.before
+    config = dataclasses.replace(QUICK, rate=1e-2)
+    layers, report = tune(model, file, data, config)
+    assert report.kept and report.after < 0.8 * report.before
     out = tmp_path / "tuned.safetensors"
-    write_tuned(file, layers, out, QUICK, {"source": "ids"}, report)
+    write_tuned(file, layers, out, config, {"source": "ids"}, report)
     tuned = open_quantized(out)
     assert json.loads(tuned.file.metadata["svdq.tuned"])["after"] == report.after
     for name, layer in layers.items():

@@ -1,12 +1,13 @@
 """Time and memory of calibrate + quantize on a model of a known shape with random weights, on one GPU or several.
 
-python benchmarks/scale.py [--shape qwen3-0.6b,llama-8b] [--blocks N] [--gpus 1,2] [--device cuda] [--json FILE]
+python benchmarks/scale.py [--shape qwen3-0.6b,llama-8b] [--blocks N,M] [--gpus 1,2] [--device cuda] [--json FILE]
 
-Calibration reads 64 sequences of 512 random tokens. One process runs `svdq quantize --data`, which does both; with
---gpus above 1, torchrun runs `svdq calibrate` and `svdq quantize --calib`, and so does one process beside it. Seconds
-are the wall time of the commands, starts included, and in brackets what svdq says of itself, without Python's start
-and imports. The peak is torch's allocations on one GPU, or resident memory on a CPU; beside it, what `--dry-run` says.
-Weights are read from files that were written just before. --verify adds `svdq verify`.
+Calibration reads 64 sequences of 512 random tokens, or --sequences of them. Several --blocks, with --only some linears
+so that a CPU comes to an end, show whether memory grows with the model. One process runs `svdq quantize --data`, which
+does both; with --gpus above 1, torchrun runs `svdq calibrate` and `svdq quantize --calib`, and so does one process
+beside it. Seconds are the wall time of the commands, starts included, and in brackets what svdq says of itself, without
+Python's start and imports. The peak is torch's allocations on one GPU, or resident memory on a CPU; beside it, what
+`--dry-run` says. Weights are read from files that were written just before. --verify adds `svdq verify`.
 """
 
 import argparse
@@ -15,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3Config
 
-VOCABULARY, SEQUENCES, LENGTH = 4096, 64, 512
+VOCABULARY, LENGTH = 4096, 512
 SHAPES = {  # blocks, then what config.json says
     "toy": (2, Qwen3Config, dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
                                  head_dim=64)),
@@ -32,7 +34,7 @@ SHAPES = {  # blocks, then what config.json says
 }  # fmt: skip
 
 
-def build(folder, name, blocks, device):
+def build(folder, name, blocks, device, sequences):
     """FOLDER/model, one shard a block, and FOLDER/ids.jsonl."""
     _, kind, sizes = SHAPES[name]
     config = kind(vocab_size=VOCABULARY, num_hidden_layers=blocks, dtype="bfloat16", **sizes)
@@ -67,9 +69,8 @@ def build(folder, name, blocks, device):
         shard(f"block-{block}.safetensors", tensors)
     index = {"metadata": {}, "weight_map": places}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.randint(0, VOCABULARY, (sequences, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
     (folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
-    return len(linears) * blocks
 
 
 def svdq(folder, command, gpus=1):
@@ -84,7 +85,9 @@ def svdq(folder, command, gpus=1):
 
 def measure(folder, options, gpus):
     device = f"--device {options.device}"
-    read = f"--data ids.jsonl --samples {SEQUENCES} --seq-len {LENGTH}"
+    read = f"--data ids.jsonl --samples {options.sequences} --seq-len {LENGTH} --min-tokens 1"
+    only = " ".join(f"--only {pattern}" for pattern in options.only)
+    read, stored = f"{read} {only}", only
     estimated, _ = svdq(folder, f"quantize model q.safetensors {read} --dry-run {device}")
     if gpus == 1 and options.gpus == [1]:
         parts = {"quantize --data": svdq(folder, f"quantize model q.safetensors {read} {device}")}
@@ -92,7 +95,7 @@ def measure(folder, options, gpus):
         store = f"calibration-{gpus}"
         parts = {
             "calibrate": svdq(folder, f"calibrate model -o {store} {read} {device}", gpus),
-            "quantize": svdq(folder, f"quantize model q.safetensors --calib {store} {device}", gpus),
+            "quantize": svdq(folder, f"quantize model q.safetensors --calib {store} {stored} {device}", gpus),
         }
     if options.verify:
         parts["verify"] = svdq(folder, f"verify q.safetensors --model model --data ids.jsonl {device}")
@@ -117,11 +120,17 @@ def text(found):
     yield f"  together         {sum(found['seconds'].values()):6.1f} s"
 
 
+def numbers(text):
+    return [int(one) for one in text.split(",")]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="qwen3-0.6b,llama-8b")
-    parser.add_argument("--blocks", type=int, help="in place of the shape's own number")
-    parser.add_argument("--gpus", type=lambda s: [int(one) for one in s.split(",")], default=[1])
+    parser.add_argument("--blocks", type=numbers, default=[0], help="in place of the shape's own number")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="quantize only these linears")
+    parser.add_argument("--gpus", type=numbers, default=[1])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -129,13 +138,15 @@ def main():
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {card}", flush=True)
     results = {}
-    for name in options.shape.split(","):
-        blocks = options.blocks or SHAPES[name][0]
+    for name, asked in product(options.shape.split(","), options.blocks):
+        blocks = asked or SHAPES[name][0]
         with tempfile.TemporaryDirectory() as folder:
-            linears = build(Path(folder), name, blocks, options.device)
+            build(Path(folder), name, blocks, options.device, options.sequences)
+            size = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
             for gpus in options.gpus:
-                print(f"\n{name}: {blocks} blocks, {linears} linears, {gpus} x {options.device}", flush=True)
-                results[f"{name}, {gpus}"] = found = measure(Path(folder), options, gpus)
+                what = f"{name}, {blocks} blocks, {size / 1e9:.1f} GB"
+                print(f"\n{what}: {gpus} x {options.device}", flush=True)
+                results[f"{what}, {gpus}"] = found = measure(Path(folder), options, gpus)
                 print(*text(found), sep="\n", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -11,7 +11,7 @@ import sys
 import click
 
 from svdq import __version__
-from svdq.cli import calibrate, export_packed, inspect, kernels, quantize, tune, verify
+from svdq.cli import calibrate, export_packed, inspect, kernels, quantize, roofline, tune, verify
 from svdq.errors import SvdqError
 from svdq.ranks import is_first_to_fail, leave
 from svdq.report import printable
@@ -20,10 +20,13 @@ from svdq.report import printable
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="svdq")
 def svdq() -> None:
-    """Offline W4A4 quantization of transformers: calibrate, quantize, tune, verify, export-packed, inspect, kernels."""
+    """Offline W4A4 quantization of transformers.
+
+    calibrate, quantize, tune, verify, export-packed; inspect, kernels, roofline say what there is.
+    """
 
 
-for module in (calibrate, quantize, tune, verify, export_packed, inspect, kernels):
+for module in (calibrate, quantize, tune, verify, export_packed, inspect, kernels, roofline):
     svdq.add_command(module.command)
 
 

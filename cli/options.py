@@ -27,8 +27,8 @@ from svdq.errors import ConfigError
 from svdq.ranks import TIMEOUT, rank
 
 
-def _check_json(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Before any work: the report can be written."""
+def check_writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Before any work: the file can be written."""
     if value not in (None, "-"):
         path = Path(str(value))
         if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -67,7 +67,7 @@ output_options = _stack(
         "--json",
         "json_file",
         metavar="FILE",
-        callback=_check_json,
+        callback=check_writable,
         help="Write the numbers as JSON; - for standard output.",
     ),
     click.option("-q", "--quiet", is_flag=True, help="Print errors only."),

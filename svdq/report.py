@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from svdq.pipeline import QuantizationSummary
     from svdq.preflight import Plan
     from svdq.quantized import QuantizedFile
+    from svdq.roofline import Gpu, Row
     from svdq.store_checks import WhatIf
     from svdq.verify import Report
 
@@ -290,3 +291,54 @@ def _kernel_cell(found: dict[str, int] | None) -> str:
         return "-"
     spill = f"/{found['spill_bytes']}" if found["spill_bytes"] else ""
     return f"{found['registers']}/{found['shared_bytes']}{spill}"
+
+
+def roofline_facts(rows: Sequence[Row], gpu: Gpu, tokens: int) -> dict[str, Any]:
+    """The numbers of svdq.roofline.rows, in plain values: seconds, bytes, operations."""
+    formats = list(rows[0].floors)
+    operations = [
+        {
+            "name": row.name,
+            "count": row.count,
+            "shape": row.shape,
+            "operations": row.work.total,
+            "bytes": row.work.bytes,
+            "intensity": row.work.intensity,
+            "floors": {kind: {"seconds": floor, "bound": bound} for kind, (floor, bound) in row.floors.items()},
+            "reached": row.reached,
+        }
+        for row in rows
+    ]
+    return {
+        "gpu": {"name": gpu.name, "bandwidth": gpu.bandwidth, "rates": gpu.rates, "source": gpu.source},
+        "tokens": tokens,
+        "break_even": {kind: gpu.break_even(kind) for kind in formats},
+        "runs_in": {kind: gpu.rate(kind)[0] for kind in formats},
+        "operations": operations,
+        "seconds": {kind: sum(row.count * row.floors[kind][0] for row in rows) for kind in formats},
+    }
+
+
+def roofline_text(facts: dict[str, Any]) -> str:
+    gpu, formats = facts["gpu"], list(facts["seconds"])
+    lines = [f"{gpu['name']}: {gpu['bandwidth'] / 1e9:,.0f} GB/s ({gpu['source']})"]
+    for kind in formats:
+        operands, even = facts["runs_in"][kind], facts["break_even"][kind]
+        lines.append(
+            f"{kind}: {operands}, {gpu['rates'][operands] / 1e12:,.1f} T/s, break-even at {even:,.0f} FLOP/byte"
+        )
+    reached = any(row["reached"] is not None for row in facts["operations"])
+    header = ["operation", "times", "shape", "GFLOP", "MB", "FLOP/byte", *(f"{kind} µs" for kind in formats)]
+    body = []
+    for row in facts["operations"]:
+        floors = [f"{row['floors'][kind]['seconds'] * 1e6:.1f} {row['floors'][kind]['bound'][0]}" for kind in formats]
+        size = [f"{row['operations'] / 1e9:.3f}", f"{row['bytes'] / 1e6:.3f}", f"{row['intensity']:.1f}"]
+        body.append([row["name"], row["count"], row["shape"], *size, *floors])
+        if reached:
+            body[-1].append("-" if row["reached"] is None else percent(row["reached"]))
+    lines.append(table([*header, *(["reached in 16 bits"] if reached else [])], body))
+    whole = facts["seconds"]
+    sums = [f"{kind} {whole[kind] * 1e3:.3f} ms ({whole[formats[0]] / whole[kind]:.2f} x)" for kind in formats]
+    lines.append(f"floor of a step of {facts['tokens']:,} tokens, all of it: {', '.join(sums)}")
+    lines.append("GFLOP, MB and FLOP/byte are those of one call in FP16; m and c: memory or compute bounds it")
+    return "\n".join(lines)

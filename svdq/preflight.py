@@ -87,7 +87,7 @@ def calibration_bytes(model: Model, linears: list[Linear], tokens: int, device: 
         kept = tokens * sum(widths) * size
         most = max(
             most,
-            sum(size * one.n * one.k for one in block)
+            sum(size * one.n * one.k for one in model.linears if one.block == block[0].block)
             + 3 * tokens * hidden * size
             + (kept if kept <= REPLAY_BYTES else 0)
             + sum(24 * k * k for k in widths)

@@ -342,3 +342,18 @@ def roofline_text(facts: dict[str, Any]) -> str:
     lines.append(f"floor of a step of {facts['tokens']:,} tokens, all of it: {', '.join(sums)}")
     lines.append("GFLOP, MB and FLOP/byte are those of one call in FP16; m and c: memory or compute bounds it")
     return "\n".join(lines)
+
+
+def profile_text(facts: dict[str, Any]) -> str:
+    """The numbers of svdq.profiling.profile."""
+    what = "kernels" if facts["device"] == "cuda" else "operators"
+    lines = [f"{facts['us'] / 1e3:.3f} ms in {facts['calls']:.0f} {what} a step of {facts['tokens']:,} tokens"]
+    if facts["gap_share"] is not None:
+        lines.append(f"of the GPU's timeline, {percent(facts['gap_share'])} lie between kernels")
+    shares = [[row["name"], f"{row['us'] / 1e3:.3f}", percent(row["share"]), f"{row['calls']:.0f}"]
+              for row in facts["categories"]]  # fmt: skip
+    lines.append(table(["category", "ms", "share", what], shares))
+    top = [[printable(row["name"])[:60], row["category"], f"{row['us'] / 1e3:.3f}", percent(row["share"]),
+            f"{row['calls']:.0f}"] for row in facts["top"]]  # fmt: skip
+    lines.append(table(["most time", "category", "ms", "share", "calls"], top))
+    return "\n".join(lines)

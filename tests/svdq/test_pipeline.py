@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -19,7 +20,7 @@ from svdq import pipeline, preflight
 from svdq.calibration.store import Store
 from svdq.config import CalibrationConfig, LayerConfig, QuantConfig
 from svdq.errors import CheckpointError, ConfigError
-from svdq.models import open_model
+from svdq.models import Linear, open_model
 
 FAST = QuantConfig(layer=LayerConfig(rank=8, rounds=1))
 
@@ -262,6 +263,30 @@ def test_the_plan_knows_the_output_size(toy, quantize, tmp_path):
     assert 0 < size - plan.output_bytes < 40_000  # the header: about 110 tensors and the report
 
 
+SHAPES = {  # measured with benchmarks/scale.py on an H200: (hidden, q, kv, MLP), bytes
+    "qwen3-0.6b": ((1024, 2048, 1024, 3072), 1.39e9),
+    "llama-8b": ((4096, 4096, 1024, 14336), 14.01e9),
+}
+
+
+@pytest.mark.parametrize(("sizes", "measured"), SHAPES.values(), ids=SHAPES)
+def test_memory_is_estimated_within_a_fifth_of_what_was_measured(monkeypatch, sizes, measured):
+    hidden, q, kv, wide = sizes
+    linears = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+               "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
+               "mlp.down_proj": (hidden, wide)}  # fmt: skip
+    block = [Linear(name, name, 0, n, k, False, False) for name, (n, k) in linears.items()]
+    monkeypatch.setattr(preflight, "compute_dtype", lambda model, device: torch.bfloat16)
+    cuda, model = torch.device("cuda"), SimpleNamespace(linears=block)
+    needed = preflight.calibration_bytes(model, block, 64 * 512, cuda), preflight.quantization_bytes(block, cuda)
+    assert max(needed) == pytest.approx(measured, rel=0.2)
+
+
+def test_a_run_reports_its_peak(toy, quantize, tmp_path):
+    summary = quantize(toy("llama"), tmp_path / "out.safetensors")
+    assert 1e8 < summary.peak_bytes < 1e11  # of this whole process
+
+
 @pytest.mark.parametrize(("option", "config"), [
     ("--ignore 'layers.7'", QuantConfig(ignore=("layers.7",))),
     ("--only 'qproj'", QuantConfig(only=("o_proj", "qproj"))),
@@ -429,7 +454,7 @@ import os, signal, sys
 from svdq import pipeline, preflight
 from svdq.calibration.data import load_tokens
 from svdq.config import CalibrationConfig, LayerConfig, QuantConfig
-from svdq.models import open_model
+from svdq.models import Linear, open_model
 
 what, directory, ids, out = sys.argv[1:]
 def progress(stage, done, total):

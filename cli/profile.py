@@ -7,13 +7,19 @@ import click
 from svdq.cli import options
 
 
+def _check_trace(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value == "-":
+        raise click.BadParameter("wanted the path of a file", context, parameter)
+    return options.check_writable(context, parameter, value)
+
+
 @click.command("profile")
 @click.argument("model_dir")
 @click.option("--quantized", metavar="FILE", help="Profile this file of svdq quantize or export-packed.")
 @click.option("--tokens", type=click.IntRange(1), default=700, show_default=True, help="Random tokens in a step.")
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Profiled after one to warm up.")
 @click.option("--fuse", is_flag=True, help="With --quantized: decoder layers on the kernels, see load_quantized.")
-@click.option("--trace", metavar="FILE.json", callback=options.check_writable, help="Write a Chrome/Perfetto trace.")
+@click.option("--trace", metavar="FILE.json", callback=_check_trace, help="Write a Chrome/Perfetto trace.")
 @options.remote_code
 @options.device_option
 @options.output_options
@@ -36,14 +42,14 @@ def command(model_dir, quantized, tokens, steps, fuse, trace, trust_remote_code,
     where = resolve_device(device)
     console = options.Console(quiet, json_file)
     model = open_inputs(model_dir, [], trust_remote_code)
+    vocabulary, longest = model.config.get("vocab_size"), model.config.get("max_position_embeddings")
+    if isinstance(longest, int) and tokens > longest:
+        raise ConfigError(f"--tokens {tokens}: the model takes {longest} at most")
     if quantized:
         tree = load_quantized(model_dir, quantized, device=where, fuse=fuse, trust_remote_code=trust_remote_code)
     else:
         materialize(model, "", where, compute_dtype(model, where))
         tree = model.tree.eval()
-    vocabulary, longest = model.config.get("vocab_size"), model.config.get("max_position_embeddings")
-    if isinstance(longest, int) and tokens > longest:
-        raise ConfigError(f"--tokens {tokens}: the model takes {longest} at most")
     drawn = torch.randint(int(vocabulary or 2), (1, tokens), generator=torch.Generator().manual_seed(0)).to(where)
     facts = profile(lambda: tree(input_ids=drawn), where, steps, trace)
     facts |= {"tokens": tokens, "device": where.type, "quantized": bool(quantized)}

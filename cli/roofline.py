@@ -24,7 +24,7 @@ def _check_plot(context: click.Context, parameter: click.Parameter, value: str |
 @options.remote_code
 @options.output_options
 def command(model_dir, tokens, gpu, rank, full_attention, measure, plot_file, trust_remote_code, json_file, quiet):
-    """FLOP, bytes, what bounds them and the floors of FP16, W8A8, W4A8 and W4A4, for MODEL_DIR; reads no weight."""
+    """FLOP, bytes, bounds and floors of MODEL_DIR's blocks in FP16, W8A8, W4A8 and W4A4; reads no weight."""
     import torch
 
     from svdq import report, roofline
@@ -32,6 +32,8 @@ def command(model_dir, tokens, gpu, rank, full_attention, measure, plot_file, tr
     from svdq.errors import ConfigError
 
     card, timed = roofline.find_gpu(gpu), None
+    if plot_file:
+        roofline.require_plot()
     if measure:
         if not torch.cuda.is_available():
             raise ConfigError("--measure: found no CUDA device; leave it out for the datasheet's rates")

@@ -134,10 +134,10 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
         del seen
         jitter, lower, raises = _raise_until(factorize_schur, 1e-6, first=0.0, label="the Schur complement")
         chol_schur = lower.float()
-        jitter *= scale.item()
         del schur, lower
         if raises:
             repairs.append(f"Schur complement: jitter raised {raises}x to {jitter:.1e} of its mean diagonal")
+        jitter *= scale.item()
     return PreparedSite(
         transform=sums.transform,
         tokens=sums.tokens,
@@ -167,6 +167,8 @@ def _raise_until(attempt, value: float, *, first: float, label: str) -> tuple[fl
 
 def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: LayerConfig) -> list[QuantizedLinear]:
     """Quantize linears of one site, each as if it were alone, in one go: their rows are stacked.
+
+    Stacked sums may round otherwise than those of a linear alone, so that codes at ties may differ.
 
     weights  (n_i, k) any float dtype, rows are outputs. Not changed.
     Returns  per linear the stored tensors and a report: relative output error √(J/‖X'W'ᵀ‖²) of each half-step, damped

@@ -9,8 +9,8 @@ output gets its name only when it is whole.
 from __future__ import annotations
 
 import json
-import resource
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -44,11 +44,16 @@ Progress = Callable[[str, int, int], None]  # stage, blocks done, blocks in all
 
 
 def peak_bytes(device: torch.device | str) -> int:
-    """The most memory so far: on a GPU torch's allocations there, else what this process had in memory at most."""
+    """The most memory of this process so far: on a GPU torch's allocations there, else what it had in memory at most; 0
+    where the system does not tell."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:  # Windows
+        return 0
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _silent(stage: str, done: int, total: int) -> None:

@@ -74,7 +74,7 @@ def plan(model: Model, config: QuantConfig) -> Plan:
 
 
 def calibration_bytes(model: Model, linears: list[Linear], tokens: int, device: torch.device) -> int:
-    """What `calibrate` will have in memory at most, on the device: on a GPU the tensors there, else the process.
+    """About what `calibrate` will have in memory at most, on the device: on a GPU the tensors there, else the process.
 
     Of the block that needs most: weights, hidden states before and after it, the inputs kept for the second pass, the
     float64 sums, and of the widest site the chunk that is transformed and three products.
@@ -83,11 +83,12 @@ def calibration_bytes(model: Model, linears: list[Linear], tokens: int, device: 
     most = 0
     for block in _blocks(linears):
         widths = [k for k, _ in _sites(block)]
-        widest, hidden = max(widths), block[0].k
+        whole = [one for one in model.linears if one.block == block[0].block]
+        widest, hidden = max(widths), whole[0].k
         kept = tokens * sum(widths) * size
         most = max(
             most,
-            sum(size * one.n * one.k for one in model.linears if one.block == block[0].block)
+            sum(size * one.n * one.k for one in whole)
             + 3 * tokens * hidden * size
             + (kept if kept <= REPLAY_BYTES else 0)
             + sum(24 * k * k for k in widths)
@@ -98,7 +99,7 @@ def calibration_bytes(model: Model, linears: list[Linear], tokens: int, device: 
 
 
 def quantization_bytes(linears: list[Linear], device: torch.device) -> int:
-    """What `quantize` from a store will have in memory at most, likewise.
+    """About what `quantize` from a store will have in memory at most, likewise.
 
     Of one site: either eight float64 matrices while it is factorized, or seven float32 ones and twelve matrices of its
     stacked weights' size. On a CPU narrow sites go to a pool: 3.6 of them is what SmolLM2 took.

@@ -54,7 +54,7 @@ def gram(matrix: Tensor, blocks: int = 4) -> Tensor:
 def pieces(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """float32 → two float16 matrices and a power of two, a float32 scalar: (first + second)·unit = matrix.
 
-    To 2⁻²³ of an entry, or 2⁻³⁹ of the largest one where that is more: float16 ends there.
+    To 2⁻²³ of an entry, or 2⁻³⁸ of the largest one where that is more: float16 ends there.
     """
     exponent = torch.frexp(matrix.abs().amax())[1]
     unit = torch.ldexp(matrix.new_ones(()), exponent - 14)

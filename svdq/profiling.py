@@ -25,18 +25,24 @@ _OPERATORS = {  # of torch, without aten:: and underscores around
 }
 CATEGORIES = {  # the first whose pattern is found in an event's name
     "attention": r"flash|fmha|attention|sdpa",
-    "GEMM": r"gemm|gemv|cutlass|cublas|xmma|nvjet|w4a4|matmul|aten::(_?linear|mm|addmm|bmm|baddbmm|einsum|dot|mv)_?$",
+    "GEMM": r"gemm|gemv|splitk|cutlass|cublas|xmma|nvjet|w4a4|matmul"
+    r"|aten::(_?linear|mm|addmm|bmm|baddbmm|einsum|dot|mv)_?$",
     **{kind: rf"^aten::_*({'|'.join(names.split())})_*$" for kind, names in _OPERATORS.items()},
     "elementwise": r"^aten::|elementwise|quantize_lora_down|rope",  # what is left of torch's operators
 }
-_KERNELS = {"memory": r"memcpy|memset|copy|catarray|gather|index", "reduction": r"reduce|softmax|(?<!qk)norm|inv_rms"}
+_KERNELS = {  # between GEMM and the operators
+    "memory": r"memcpy|memset|copy|catarray|gather|index|fillfunctor",
+    "reduction": r"reduce|softmax|(?<!qk)norm|inv_rms",
+}
 OTHER = "other"
 
 
 def category(name: str) -> str:
     """A kernel's or an operator's, by its name."""
     lower = name.lower()
-    patterns = [*CATEGORIES.items()] if lower.startswith("aten::") else [*_KERNELS.items(), *CATEGORIES.items()]
+    patterns = list(CATEGORIES.items())
+    if not lower.startswith("aten::"):
+        patterns[2:2] = _KERNELS.items()
     return next((kind for kind, pattern in patterns if re.search(pattern, lower)), OTHER)
 
 

@@ -339,7 +339,7 @@ def roofline_text(facts: dict[str, Any]) -> str:
     lines.append(table([*header, *(["reached in 16 bits"] if reached else [])], body))
     whole = facts["seconds"]
     sums = [f"{kind} {whole[kind] * 1e3:.3f} ms ({whole[formats[0]] / whole[kind]:.2f} x)" for kind in formats]
-    lines.append(f"floor of a step of {facts['tokens']:,} tokens, all of it: {', '.join(sums)}")
+    lines.append(f"floor of the blocks for {facts['tokens']:,} tokens: {', '.join(sums)}")
     lines.append("GFLOP, MB and FLOP/byte are those of one call in FP16; m and c: memory or compute bounds it")
     return "\n".join(lines)
 

@@ -1,8 +1,9 @@
 """The least time that a model's linears and attention can take on a GPU: operations over rates, bytes over bandwidth.
 
-Every operand is counted once: activations come and go in 16 bits whatever the format, weights have their bits, scales
-and low-rank factors. The floor of an operation is the longer of its two times; which one it is says what bounds it.
-Rates are dense ones and of tensor cores with 32-bit sums.
+Linears are those of the blocks, one by one; embedding and output head are not counted. Every operand is counted once:
+activations come and go in 16 bits whatever the format, weights have their bits, scales and low-rank factors. The floor
+of an operation is the longer of its two times; which one it is says what bounds it. Rates are dense ones and of tensor
+cores with 32-bit sums.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from svdq.models import Model
 
 FORMATS = ("FP16", "W8A8", "W4A8", "W4A4")
 _WEIGHT_BYTES = {"FP16": 2.0, "W8A8": 1.0, "W4A8": 0.5, "W4A4": 0.5}
-_MULTIPLIERS = {  # the operand types that a format's products run in, the first that the GPU has
+_MULTIPLIERS = {  # the operand types that a format's products run in, the first that the GPU has; W4A8 is FP8's
     "FP16": ("fp16",),
     "W8A8": ("int8",),
     "W4A8": ("fp8", "int8"),
     "W4A4": ("int4", "fp8", "int8"),
 }
 _GROUP = 64
+_CACHE_BYTES = 128 << 20  # more than a second-level cache of today holds
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,12 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int] | None:
 
 
 def measured(gpu: Gpu, device: torch.device, dtype: torch.dtype, *, size: int = 8192) -> Gpu:
-    """The same GPU with the bandwidth of a copy and the rate of a size³ product; other rates by the table's ratios."""
+    """The same GPU with the bandwidth of a copy and the rate of a size³ product; other rates by the table's ratios.
+
+    Raises ConfigError if the CUDA device is another GPU.
+    """
+    if device.type == "cuda" and (here := torch.cuda.get_device_name(device)) != gpu.name:
+        raise ConfigError(f"--measure: the GPU here is {here}, not {gpu.name}; use --gpu auto")
     block = torch.empty(size * size, dtype=dtype, device=device)
     target = torch.empty_like(block)
     bandwidth = 2 * block.numel() * block.element_size() / _seconds(lambda: target.copy_(block), device)
@@ -210,11 +218,12 @@ def measured(gpu: Gpu, device: torch.device, dtype: torch.dtype, *, size: int = 
 
 
 def timer(device: torch.device, dtype: torch.dtype) -> Callable[[int, int, int], float]:
-    """(m, n, k) → seconds of torch's linear on random operands, the median of several calls."""
+    """(m, n, k) → seconds of torch's linear on random operands: the median of several, each weight out of the cache."""
 
     def timed(m: int, n: int, k: int) -> float:
-        x, weight = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
-        return _seconds(lambda: torch.nn.functional.linear(x, weight), device)
+        x, buffers = torch.randn(m, k, device=device, dtype=dtype), max(2, -(-_CACHE_BYTES // (n * k * dtype.itemsize)))
+        weights = cycle(torch.randn(buffers, n, k, device=device, dtype=dtype).unbind())
+        return _seconds(lambda: torch.nn.functional.linear(x, next(weights)), device)
 
     return timed
 
@@ -242,12 +251,19 @@ def _seconds(call: Callable[[], Any], device: torch.device, repeats: int = 11) -
 # ---------------------------------------------------------------------------------------------- shown
 
 
-def plot(found: list[Row], gpu: Gpu, path: str | Path) -> None:
-    """The roofline as .png or .svg. Raises ConfigError without matplotlib."""
+def require_plot() -> None:
+    """Raises ConfigError without matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
         raise ConfigError("--plot: matplotlib is not installed; pip install 'svdq[plot]'") from None
+
+
+def plot(found: list[Row], gpu: Gpu, path: str | Path) -> None:
+    """The roofline as .png or .svg. Raises ConfigError without matplotlib."""
+    require_plot()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     points = [work.intensity for row in found for work in row.works.values()]

@@ -18,4 +18,5 @@ def test_a_model_and_its_quantized_file_are_profiled(svdq, quantized, tmp_path):
 def test_what_cannot_be_done_is_one_line(refused, toy):
     assert "--fuse" in refused("profile", toy("llama"), "--fuse", "--device", "cpu")
     assert "--tokens 100000" in refused("profile", toy("llama"), "--tokens", "100000", "--device", "cpu")
+    assert "the path of a file" in refused("profile", toy("llama"), "--trace", "-", "--device", "cpu")
     assert "cannot be written" in refused("profile", toy("llama"), "--trace", "nowhere/t.json", "--device", "cpu")

@@ -10,7 +10,7 @@ import torch
 def test_the_table_names_every_format_and_operation(svdq, toy, tmp_path):
     run = svdq("roofline", toy("llama"), "--gpu", "h200", "--plot", tmp_path / "r.svg")
     assert run.code == 0
-    for word in ("NVIDIA H200", "W4A4: fp8", "q_proj", "attention", "floor of a step of 700 tokens"):
+    for word in ("NVIDIA H200", "W4A4: fp8", "q_proj", "attention", "floor of the blocks for 700 tokens"):
         assert word in run.out
     assert (tmp_path / "r.svg").stat().st_size > 1000
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from svdq import layer
 from svdq.config import LayerConfig
 from svdq.errors import NumericsError
 from svdq.gptq import gptq
@@ -109,6 +110,32 @@ def test_linears_of_one_stack_are_what_each_is_alone(config):
         assert found.report["error"] == pytest.approx(alone.report["error"], rel=1e-3)
         assert found.report["error"] == pytest.approx(output_error(x, weight, found, transform), rel=1e-4)
         assert len(found.report["rounds"]) == len(alone.report["rounds"])
+
+
+def test_each_linear_of_a_stack_starts_its_svd_from_its_own_vectors(monkeypatch):
+    x, weights = tokens_with_outliers(), [normal(40, 128, seed=5), normal(24, 128, seed=6)]
+    starts, real = [], layer.top_left_vectors
+    monkeypatch.setattr(
+        layer, "top_left_vectors", lambda one, *how: starts.append((len(one), how[-1])) or real(one, *how)
+    )
+    quantize_linears(weights, prepare_site(sums_of(x, FULL), DEFAULT), DEFAULT)
+    assert [rows for rows, _ in starts[:2]] == [40, 24]
+    for (_, start), weight in zip(starts, weights, strict=False):  # the first round starts from the Schur optimum
+        alone = low_rank(
+            FULL.weight(weight), DEFAULT.rank, FULL.weight(weight) @ prepare_site(sums_of(x, FULL), DEFAULT).chol_schur
+        )[0]
+        assert (start - alone).norm() <= 1e-3 * alone.norm()  # float16
+
+
+def test_an_indefinite_schur_complement_says_how_far_its_jitter_was_raised_and_the_error_stays_right():
+    mixed = torch.full((64,), 0.5)
+    mixed[5] = 1.02  # S = Hxx − Hxq·Hqq⁻¹·Hxqᵀ is below 0 there, as rounding can make it
+    sums = ActivationSums(torch.eye(64), mixed.diag(), torch.eye(64), torch.ones(64), 10**6, BARE)
+    site = prepare_site(sums, DEFAULT)
+    (repair,) = site.repairs
+    wanted = 1e-6 * 4**8  # the first that outweighs 0.02 of a mean diagonal of 0.74
+    assert repair == f"Schur complement: jitter raised 8x to {wanted:.1e} of its mean diagonal"
+    assert site.jitter == pytest.approx(wanted * 0.74, rel=0.03)
 
 
 # ------------------------------------------------------------------------------------------------ the report

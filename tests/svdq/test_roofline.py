@@ -89,7 +89,13 @@ def test_what_is_measured_replaces_bandwidth_and_rate_and_keeps_the_ratios():
     assert found.bandwidth != L4.bandwidth and found.bandwidth > 0
     assert found.rates["int4"] / found.rates["fp16"] == pytest.approx(L4.rates["int4"] / L4.rates["fp16"])
     assert "measured" in found.source
-    assert roofline.timer(CPU, torch.float32)(8, 64, 32) > 0
+    assert roofline.timer(CPU, torch.float32)(8, 2048, 1024) > 0
+
+
+def test_another_gpu_than_the_one_here_is_not_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X")
+    with pytest.raises(ConfigError, match="here is NVIDIA X, not NVIDIA L4"):
+        roofline.measured(L4, torch.device("cuda"), torch.float16)
 
 
 @pytest.mark.parametrize("name", ["l5", "", "L4"])

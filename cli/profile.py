@@ -16,7 +16,8 @@ def _check_trace(context: click.Context, parameter: click.Parameter, value: str 
 @click.command("profile")
 @click.argument("model_dir")
 @click.option("--quantized", metavar="FILE", help="Profile this file of svdq quantize or export-packed.")
-@click.option("--tokens", type=click.IntRange(1), default=700, show_default=True, help="Random tokens in a step.")
+@click.option("--tokens", type=click.IntRange(1), show_default="700, or all that the model takes",
+              help="Random tokens in a step.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Profiled after one to warm up.")
 @click.option("--fuse", is_flag=True, help="With --quantized: decoder layers on the kernels, see load_quantized.")
 @click.option("--trace", metavar="FILE.json", callback=_check_trace, help="Write a Chrome/Perfetto trace.")
@@ -31,7 +32,7 @@ def command(model_dir, quantized, tokens, steps, fuse, trace, trust_remote_code,
     import torch
 
     from svdq import report
-    from svdq.cli.inputs import open_inputs
+    from svdq.cli.inputs import longest_sequence, open_inputs
     from svdq.errors import ConfigError
     from svdq.linear import load_quantized
     from svdq.models import compute_dtype, materialize, resolve_device
@@ -42,15 +43,16 @@ def command(model_dir, quantized, tokens, steps, fuse, trace, trust_remote_code,
     where = resolve_device(device)
     console = options.Console(quiet, json_file)
     model = open_inputs(model_dir, [], trust_remote_code)
-    vocabulary, longest = model.config.get("vocab_size"), model.config.get("max_position_embeddings")
-    if isinstance(longest, int) and tokens > longest:
+    longest = longest_sequence(model)
+    tokens = min(700, longest) if tokens is None else tokens
+    if tokens > longest:
         raise ConfigError(f"--tokens {tokens}: the model takes {longest} at most")
     if quantized:
         tree = load_quantized(model_dir, quantized, device=where, fuse=fuse, trust_remote_code=trust_remote_code)
     else:
         materialize(model, "", where, compute_dtype(model, where))
         tree = model.tree.eval()
-    drawn = torch.randint(int(vocabulary or 2), (1, tokens), generator=torch.Generator().manual_seed(0)).to(where)
+    drawn = torch.randint(model.vocab_size or 2, (1, tokens), generator=torch.Generator().manual_seed(0)).to(where)
     facts = profile(lambda: tree(input_ids=drawn), where, steps, trace)
     facts |= {"tokens": tokens, "device": where.type, "quantized": bool(quantized)}
     console.say(report.profile_text(facts))

@@ -226,8 +226,10 @@ def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: Laye
         undamped = after_lowrank - site.shift * stack.energies(weight - weight_hat - up @ down.t())
         steps = [(after_codes, energy), (after_lowrank, energy), (undamped, undamped_energy)]
         errors = [[relative(*pair) for pair in zip(*map(Tensor.tolist, step), strict=True)] for step in steps]
-        for one, rows, value, *of_one in zip(best, stack.rows, after_lowrank.tolist(), *errors, strict=True):
-            one.offer(value, of_one, (codes[rows], scales[rows], *stack.part(rows, stored_up, stored_down)))
+        for number, (one, value, *of_one) in enumerate(zip(best, after_lowrank.tolist(), *errors, strict=True)):
+            rows, columns = stack.rows[number], stack.columns(number)
+            factors_of_one = stored_down[:, columns].contiguous(), stored_up[rows, columns].contiguous()
+            one.offer(value, of_one, (codes[rows], scales[rows], *factors_of_one))
         if not any(one.goes_on for one in best):
             break
 
@@ -251,6 +253,10 @@ class _Stack:
         ends = list(accumulate(sizes))
         self.rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
+    def columns(self, number: int) -> slice:
+        """Of the low-rank factors, those of one linear."""
+        return slice(number * self.rank, (number + 1) * self.rank)
+
     def sums(self, by_row: Tensor) -> Tensor:
         return torch.stack([by_row[rows].sum() for rows in self.rows]).cpu()
 
@@ -269,18 +275,12 @@ class _Stack:
         """See svdq.lowrank. before: the up factors that are replaced, near the new ones."""
         parts = []
         for number, rows in enumerate(self.rows):
-            start = before[rows, number * self.rank : (number + 1) * self.rank]
+            start = before[rows, self.columns(number)]
             parts.append(factors(measured[rows], top_left_vectors(measured[rows], self.rank, self.svd, start), metric))
         return self._diagonal(parts)
 
     def _diagonal(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return torch.block_diag(*(up for up, _ in parts)), torch.cat([down for _, down in parts], 1)
-
-    def part(self, rows: slice, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """(down, up) of the linear with these rows, as they are stored."""
-        width = up.shape[1] // len(self.rows)
-        columns = slice((first := self.rows.index(rows) * width), first + width)
-        return down[:, columns].contiguous(), up[rows, columns].contiguous()
 
 
 class _Round:

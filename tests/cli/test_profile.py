@@ -2,6 +2,9 @@
 
 import json
 
+from svdq.cli.inputs import longest_sequence
+from svdq.models import open_model
+
 
 def test_a_model_and_its_quantized_file_are_profiled(svdq, quantized, tmp_path):
     directory, file = quantized("llama")
@@ -15,8 +18,14 @@ def test_a_model_and_its_quantized_file_are_profiled(svdq, quantized, tmp_path):
     assert any(row["name"] == "GEMM" for row in facts["categories"])
 
 
+def test_without_tokens_a_short_model_gets_what_it_takes(svdq, toy):
+    facts = json.loads(svdq("profile", toy("bert"), "--steps", "1", "--device", "cpu", "--json", "-").out)
+    assert facts["tokens"] == min(700, longest_sequence(open_model(toy("bert"))))
+
+
 def test_what_cannot_be_done_is_one_line(refused, toy):
     assert "--fuse" in refused("profile", toy("llama"), "--fuse", "--device", "cpu")
-    assert "--tokens 100000" in refused("profile", toy("llama"), "--tokens", "100000", "--device", "cpu")
+    for kind in ("llama", "gpt2"):  # config.json calls the limit by two names
+        assert "--tokens 100000" in refused("profile", toy(kind), "--tokens", "100000", "--device", "cpu")
     assert "the path of a file" in refused("profile", toy("llama"), "--trace", "-", "--device", "cpu")
     assert "cannot be written" in refused("profile", toy("llama"), "--trace", "nowhere/t.json", "--device", "cpu")

@@ -2,8 +2,8 @@
 
 A GPU multiplies float32 matrices without tensor cores, at a twelfth of their speed, and TF32 would lose 13 bits. Two
 float16 numbers hold 22 of float32's 24 bits: of their four products the three large ones are added up in float32. What
-is lost is lost in those sums, for tensor cores cut off where they should round: 2.2e-5 of Σ|a·b| for 4,096 terms on an
-H200, much of it the same share of every entry.
+is lost is lost in those sums, for tensor cores cut off where they should round: of 4,096 terms 2.2e-5 of Σ|a·b| was
+seen on an H200 (tests/gpu/test_products.py).
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ run, the rate with torch's 8-bit product. "linear" is all launches of W4A4Linear
 
 import argparse
 import statistics
+from functools import cache
 
 import torch
 
-from svdq.kernels import launch, ops
+from svdq.kernels import hopper, launch, layout, ops
 from svdq.linear import W4A4Linear
 from svdq.quantized import Layer
 from svdq.rounding import ActivationTransform
@@ -22,10 +23,9 @@ from svdq.rounding import ActivationTransform
 SHAPES = [
     (1, 4096, 4096),
     (16, 4096, 4096),
-    (700, 1024, 1024),
-    (700, 1024, 2048),
-    (700, 1024, 3072),
+    (64, 4096, 4096),
     (700, 1024, 4096),
+    (700, 2048, 1024),
     (700, 1024, 6144),
     (700, 3072, 1024),
     (4096, 3072, 3072),
@@ -34,10 +34,18 @@ SHAPES = [
     (4352, 15360, 3840),
     (4352, 10240, 3072),
 ]
+BLOCK = SHAPES[3:7]  # q, k, v; o; gate, up; down of one decoder block of Qwen3-0.6B's sizes
 RANK = 16
 DTYPE = torch.bfloat16
 CACHE_BYTES = 150e6  # of buffers in turn: more than twice the second-level cache
 CUDA = torch.device("cuda")
+NAMES = {"int4": "W4A4", "fp8": "W4A8"}
+
+
+@cache
+def paths():
+    """What this GPU runs."""
+    return ("int4", "fp8") if hopper.runs_on(CUDA) else ("int4",)
 
 
 def random_linear(n, k, rank, seed=0):
@@ -56,29 +64,49 @@ def random_linear(n, k, rank, seed=0):
         normal(n),
         ActivationTransform(normal(k).exp(), True, 0.85),
     )
-    return layer, W4A4Linear(layer)
+    return layer, *(W4A4Linear(layer, activations=kind) for kind in paths())
+
+
+def quantize(linear, x):
+    activation = (x, linear.down, linear.inv_smooth, True, 0.85, None, None)
+    if linear.activations == "fp8" or (linear.on_hopper and len(x) > ops.FEW_TOKENS):
+        return torch.ops.svdq.quantize_lora_down_e4m3(*activation, linear.activations == "fp8")
+    return torch.ops.svdq.quantize_lora_down(*activation)
+
+
+def gemm(linear, operands, m, n, dtype):
+    operator = torch.ops.svdq.w4_gemm_lora_e4m3 if operands[0].dtype == torch.uint8 else torch.ops.svdq.w4a4_gemm_lora
+    return operator(*operands, linear.qweight, linear.wscales, linear.up, linear.packed_bias, m, n, dtype)
+
+
+def dequantized(linear, layer, operands, x):
+    """float64 (m, k): the activation that the GEMM sees."""
+    if linear.activations == "int4":
+        codes, scales = layer.transform.quantize(x)
+        return codes.double() * scales.double().repeat_interleave(64, 1)
+    codes, scales, _ = operands
+    numbers = layout.unpack_matrix("fp8", codes, tuple(codes.shape))[: len(x), : x.shape[1]]
+    return numbers.view(torch.float8_e4m3fn).double() * scales[: len(x), None].double()
 
 
 def check(m, k, n):
-    """Largest relative Frobenius error of float32 outputs against float64, on random and on outlier-ridden inputs."""
-    layer, linear = random_linear(n, k, RANK)
-    worst = 0.0
+    """Path → largest relative Frobenius error of float32 outputs against float64; inputs with and without outliers."""
+    layer, *linears = random_linear(n, k, RANK)
+    weight = layer.weight_hat(torch.float64)
+    worst = dict.fromkeys(paths(), 0.0)
     for outlier in (1.0, 1000.0):
         x = torch.randn(m, k, device=CUDA)
         x[:, k // 3] *= outlier
         x = x.to(DTYPE)
-        codes, scales = layer.transform.quantize(x)
-        weight = layer.weight_hat(torch.float64)
-        x_hat = codes.double() * scales.double().repeat_interleave(64, 1)
-        wanted = x_hat @ weight.t() + x.double() @ layer.proj_down.double() @ layer.proj_up.double().t() + layer.bias
-        operands = ops.quantize_lora_down(x, linear.down, linear.inv_smooth, True, 0.85, None, None)
-        y = ops.w4a4_gemm_lora(
-            *operands, linear.qweight, linear.wscales, linear.up, linear.packed_bias, m, n, torch.float32
-        )
-        worst = max(worst, ((y - wanted).norm() / wanted.norm()).item())
-        rounded = ((linear(x) - wanted).norm() / wanted.norm()).item()
-        if rounded > 2.0**-9:  # half a unit in the last place of bfloat16, at most
-            raise SystemExit(f"{m}, {k}, {n}: the {DTYPE} output is {rounded:.1e} away")
+        low_rank = x.double() @ layer.proj_down.double() @ layer.proj_up.double().t() + layer.bias
+        for path, linear in zip(paths(), linears, strict=True):
+            operands = quantize(linear, x)
+            wanted = dequantized(linear, layer, operands, x) @ weight.t() + low_rank
+            y = gemm(linear, operands, m, n, torch.float32)
+            worst[path] = max(worst[path], ((y - wanted).norm() / wanted.norm()).item())
+            rounded = ((linear(x) - wanted).norm() / wanted.norm()).item()
+            if rounded > 2.0**-9:  # half a unit in the last place of bfloat16, at most
+                raise SystemExit(f"{m}, {k}, {n}, {path}: the {DTYPE} output is {rounded:.1e} away")
     return worst
 
 
@@ -113,30 +141,23 @@ def medians(candidates, calls, rounds=15):
 def time_shape(m, k, n):
     weight_bytes = n * k / 2
     sets = max(2, min(24, int(CACHE_BYTES // (weight_bytes + m * k * 2 + m * n * 2)) + 1))
-    linears = [random_linear(n, k, RANK, seed)[1] for seed in range(sets)]
+    made = [random_linear(n, k, RANK, seed)[1:] for seed in range(sets)]
+    linears = {path: [one[i] for one in made] for i, path in enumerate(paths())}
     inputs = [torch.randn(m, k, device=CUDA).to(DTYPE) for _ in range(sets if m > ops.FEW_TOKENS else 1)] * sets
     weights = [
         torch.randn(n, k, device=CUDA).to(DTYPE) for _ in range(min(sets, max(2, int(CACHE_BYTES // (n * k * 2)) + 1)))
     ]
     calls = max(sets, 4)
-
-    def quantize(i):
-        linear = linears[i % sets]
-        return ops.quantize_lora_down(inputs[i % sets], linear.down, linear.inv_smooth, True, 0.85, None, None)
-
-    operands = [quantize(i) for i in range(sets)]
-
-    def gemm(i):
-        linear = linears[i % sets]
-        weight = (linear.qweight, linear.wscales, linear.up, linear.packed_bias)
-        return ops.w4a4_gemm_lora(*operands[i % sets], *weight, m, n, DTYPE)
-
-    candidates = {
-        "cublas": lambda i: inputs[i % sets] @ weights[i % len(weights)].t(),
-        "linear": lambda i: linears[i % sets](inputs[i % sets]),
-        "quantize": quantize,
-        "gemm": gemm,
-    }
+    candidates = {"cublas": lambda i: inputs[i % sets] @ weights[i % len(weights)].t()}
+    for path, ones in linears.items():
+        operands = [quantize(ones[i], inputs[i]) for i in range(sets)]
+        candidates |= {
+            f"{path} linear": lambda i, ones=ones: ones[i % sets](inputs[i % sets]),
+            f"{path} quantize": lambda i, ones=ones: quantize(ones[i % sets], inputs[i % sets]),
+            f"{path} gemm": lambda i, ones=ones, operands=operands: gemm(
+                ones[i % sets], operands[i % sets], m, n, DTYPE
+            ),
+        }
     graphs = {
         name: graph_of([lambda f=function, i=i: f(i) for i in range(calls)]) for name, function in candidates.items()
     }
@@ -164,10 +185,11 @@ def main():
     chosen = parser.parse_args().profile
     if chosen:
         m, k, n = map(int, chosen.split(","))
-        _, linear = random_linear(n, k, RANK)
+        linears = random_linear(n, k, RANK)[1:]
         x = torch.randn(m, k, device=CUDA).to(DTYPE)
         for _ in range(3):
-            linear(x)
+            for linear in linears:
+                linear(x)
         torch.cuda.synchronize()
         return
     from cuda.bindings import driver
@@ -179,19 +201,27 @@ def main():
     bandwidth, rate = ceilings()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, 8-bit product {rate / 1e12:.0f} TOPS; {DTYPE}, rank {RANK}")
     print(
-        "µs (spread)            cuBLAS bf16        linear  speed-up  of floor    quantize        GEMM    TOPS     error"
+        "µs (spread)           path  cuBLAS bf16        linear  speed-up  of floor  quantize     GEMM    TOPS     error"
     )
+    sums = dict.fromkeys(("cublas", *paths()), 0.0)
     for m, k, n in SHAPES:
-        error = check(m, k, n)
-        times = time_shape(m, k, n)
-        base, linear, quantize, gemm = (times[name] for name in ("cublas", "linear", "quantize", "gemm"))
-        share = floor(m, k, n, bandwidth, rate) / linear[0]
-        print(
-            f"{f'{m} x {k} x {n}':20s} {base[0]:7.1f} ({base[1]:4.1f}) {linear[0]:7.1f} ({linear[1]:4.1f}) "
-            f"{base[0] / linear[0]:8.2f}x {share:8.0%} {quantize[0]:11.1f} {gemm[0]:11.1f} "
-            f"{2 * m * n * k / gemm[0] / 1e6:7.0f} {error:9.1e}",
-            flush=True,
-        )
+        errors, times = check(m, k, n), time_shape(m, k, n)
+        for path, error in errors.items():
+            base, linear = times["cublas"], times[f"{path} linear"]
+            share = floor(m, k, n, bandwidth, rate) / linear[0]
+            product = times[f"{path} gemm"][0]
+            print(
+                f"{f'{m} x {k} x {n}':20s}  {NAMES[path]} {base[0]:7.1f} ({base[1]:4.1f}) "
+                f"{linear[0]:7.1f} ({linear[1]:4.1f}) "
+                f"{base[0] / linear[0]:8.2f}x {share:8.0%} {times[f'{path} quantize'][0]:9.1f} {product:8.1f} "
+                f"{2 * m * n * k / product / 1e6:7.0f} {error:9.1e}",
+                flush=True,
+            )
+        if (m, k, n) in BLOCK:
+            for name in sums:
+                sums[name] += times["cublas" if name == "cublas" else f"{name} linear"][0]
+    block = ", ".join(f"{NAMES[path]} {sums[path]:.1f} ({sums['cublas'] / sums[path]:.2f}x)" for path in paths())
+    print(f"the four of 700 tokens, a decoder block of 1024 channels: cuBLAS {sums['cublas']:.1f} µs, {block}")
     print("M x K x N, tokens by inputs by outputs. TOPS: of the GEMM alone. error: kernel error, float32 outputs.")
 
 

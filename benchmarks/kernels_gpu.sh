@@ -42,7 +42,7 @@ else
 fi
 if command -v ncu >/dev/null; then
   for shape in 16,4096,4096 700,1024,2048 4096,3072,3072; do
-    part "profile_${shape//,/x}" ncu -k regex:quantize_lora_down\|w4a4 -c 2 --section SpeedOfLight --section WarpStateStats \
+    part "profile_${shape//,/x}" ncu -k "regex:quantize_lora_down|w4a4|wgmma|expand_codes" -c 6 --section SpeedOfLight --section WarpStateStats \
       --section Occupancy --section ComputeWorkloadAnalysis "$python" "$repository/benchmarks/kernels.py" --profile "$shape"
   done
 else

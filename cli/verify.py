@@ -33,12 +33,20 @@ from svdq.cli import options
     show_default=True,
     help="Whose kernel error, and which quantized model: plain torch's or the CUDA kernels'.",
 )
+@click.option(
+    "--activations",
+    type=click.Choice(["int4", "fp8"]),
+    default="int4",
+    show_default=True,
+    help="fp8: what the file gives with 8-bit activations (W4A8), as load_quantized has them on Hopper.",
+)
 @options.remote_code
 @options.device_option
 @options.output_options
 @options.verbose_option
 def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens, seed, max_error, max_kernel_error,
-            max_perplexity_ratio, kernels, trust_remote_code, device, json_file, quiet, verbose):  # fmt: skip
+            max_perplexity_ratio, kernels, activations, trust_remote_code, device, json_file, quiet,
+            verbose):  # fmt: skip
     """Check structure, layers and perplexity of a canonical or packed file. Exit 1 if a check fails."""
     from svdq import report, store_checks, verify
     from svdq.calibration.store import Store
@@ -52,7 +60,8 @@ def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens,
     where = resolve_device(device)
     if kernels == "cuda":
         require_kernels(where)
-    quantized = open_quantized(file)
+    verify.check_activations(activations, bool(calib), kernels)
+    quantized = open_quantized(file, activations)
     model = open_inputs(model_dir, list(data), trust_remote_code)
     store = Store.open(calib) if calib else None
     if data:

@@ -72,10 +72,12 @@ SCALARS = ("f16", "bf16")
 # 48 and 96 are three siblings of rank 16 or 32 as one linear, and what the quantizer cuts larger sums of ranks into.
 RANKS = (0, 16, 32, 48, 64, 96, 128)
 HEAD_DIMS = (64, 128)
+HOPPER = "sm_90a"
+HOPPER_SHARED_BYTES = 226 * 1024  # that a block may ask for; 1 KB is for what the kernel declares
 
 
-def quantize_kernel(scalar: str, rank: int, halves: int) -> Kernel:
-    return Kernel("quantize_lora_down", (("SCALAR", scalar), ("RANK", rank), ("HALVES", halves)))
+def quantize_kernel(scalar: str, rank: int, halves: int, store: int = 0) -> Kernel:
+    return Kernel("quantize_lora_down", (("SCALAR", scalar), ("RANK", rank), ("HALVES", halves), ("STORE", store)))
 
 
 def gemm_kernel(out: str) -> Kernel:
@@ -84,6 +86,35 @@ def gemm_kernel(out: str) -> Kernel:
 
 def small_m_kernel(out: str, halves: int) -> Kernel:
     return Kernel("w4a4_small_m", (("OUT", out), ("HALVES", halves)))
+
+
+def expand_kernel() -> Kernel:
+    return Kernel("expand_codes")
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How w4_wgmma_lora works on a product: tokens of a tile, stages of the pipeline, products in flight."""
+
+    tokens: int
+    stages: int
+    ahead: int
+    token_scale: bool
+    shared_bytes: int
+
+
+def hopper_tile(m: int, token_scale: bool, out_bytes: int) -> HopperTile:
+    """For m tokens, one scale a token or a group: what registers and shared memory hold."""
+    tokens = 64 if m <= 1024 else 192 if token_scale else 128
+    stage = tokens * 128 + 128 * 128 + 512 + (0 if token_scale else tokens * 8)
+    rows = 4 * (tokens // 2) * (64 * out_bytes + 16)  # of y on their way out
+    stages = min(5, (HOPPER_SHARED_BYTES - rows) // stage)
+    return HopperTile(tokens, stages, 2 if tokens == 64 else 1, token_scale, stages * stage + rows)
+
+
+def wgmma_kernel(out: str, tile: HopperTile) -> Kernel:
+    sizes = (("TOKENS", tile.tokens), ("STAGES", tile.stages), ("AHEAD", tile.ahead))
+    return Kernel("w4_wgmma_lora", (("OUT", out), *sizes, ("TOKEN_SCALE", int(tile.token_scale))))
 
 
 def inv_rms_kernel(scalar: str) -> Kernel:
@@ -98,16 +129,31 @@ def rope_kernel(scalar: str, head_dim: int) -> Kernel:
     return Kernel("qknorm_rope", (("SCALAR", scalar), ("HEAD_DIM", head_dim)))
 
 
-def all_kernels() -> list[Kernel]:
-    """Every kernel that linears of the listed ranks can ask for; other ranks compile alike."""
+def all_kernels(arch: str) -> list[Kernel]:
+    """Every kernel that linears of the listed ranks can ask for on this architecture; other ranks compile alike."""
     outs = (*SCALARS, "f32")
     return [
+        *(_hopper_kernels(outs) if arch == HOPPER else ()),
         *(quantize_kernel(scalar, rank, halves) for scalar in SCALARS for rank in RANKS for halves in (1, 2)),
         *(gemm_kernel(out) for out in outs),
         *(small_m_kernel(out, halves) for out in outs for halves in (1, 2)),
         *(inv_rms_kernel(scalar) for scalar in SCALARS),
         walk_kernel(),
         *(rope_kernel(scalar, size) for scalar in SCALARS for size in HEAD_DIMS),
+    ]
+
+
+def _hopper_kernels(outs: tuple[str, ...]) -> list[Kernel]:
+    tiles = [
+        (out, hopper_tile(m, scale, 4 if out == "f32" else 2))
+        for out in outs
+        for m in (1, 4096)
+        for scale in (False, True)
+    ]
+    return [
+        *(quantize_kernel(scalar, rank, 2, store) for scalar in SCALARS for rank in RANKS for store in (1, 2)),
+        expand_kernel(),
+        *(wgmma_kernel(*tile) for tile in tiles),
     ]
 
 
@@ -234,7 +280,7 @@ def build(arch: str, progress: Callable[[int, int], None] = lambda done, total: 
     progress  is called with kernels done and kernels in all
     Raises    KernelError like `compile_kernel`, and if the cache cannot be written
     """
-    kernels, built = all_kernels(), {}
+    kernels, built = all_kernels(arch), {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for kernel, result in zip(kernels, pool.map(lambda kernel: compile_kernel(kernel, arch), kernels), strict=True):
             if not result.from_cache and not cached_file(kernel, arch).is_file():
@@ -259,7 +305,7 @@ def inventory(architectures: Sequence[str] = (), devices: Sequence[str] = ()) ->
         "nvrtc": ".".join(map(str, compiler_version())),
         "devices": list(devices),
         "architectures": {
-            arch: {str(kernel): facts(cached(kernel, arch)) for kernel in all_kernels()} for arch in chosen
+            arch: {str(kernel): facts(cached(kernel, arch)) for kernel in all_kernels(arch)} for arch in chosen
         },
     }
 
@@ -270,16 +316,19 @@ def _options(arch: str) -> dict[str, object]:
 
 
 def _compile(kernel: Kernel, arch: str) -> Compiled:
-    cubin, log = _nvrtc(source(kernel), f"{kernel.name}.cu", arch, f"{kernel}: ")
+    text, file, where = source(kernel), f"{kernel.name}.cu", f"{kernel}: "
+    cubin, log = _nvrtc(text, file, arch, where)
+    if not log:  # NVRTC has a cache of its own, which does not keep the log
+        cubin, log = _nvrtc(text, file, arch, where, no_cache=True)
     return Compiled(cubin, _resources(log, kernel), False)
 
 
-def _nvrtc(text: str, file: str, arch: str, where: str = "") -> tuple[bytes, str]:
+def _nvrtc(text: str, file: str, arch: str, where: str = "", **options: bool) -> tuple[bytes, str]:
     """(cubin, log)"""
     version = ".".join(map(str, compiler_version()))
     core, log = cuda_core(), io.StringIO()
     try:
-        program = core.Program(text, "c++", core.ProgramOptions(name=file, **_options(arch)))
+        program = core.Program(text, "c++", core.ProgramOptions(name=file, **_options(arch), **options))
         return bytes(program.compile("cubin", logs=log).code), log.getvalue()
     except Exception as error:  # NVRTC's errors have types of their own, by version of cuda-core
         message = f"{error}\n{log.getvalue()}".replace("\0", "").strip()

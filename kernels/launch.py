@@ -15,6 +15,7 @@ from torch import Tensor
 
 from svdq.kernels.compile import OLDEST, Kernel, KernelError, architecture, compile_kernel, compiler_version, cuda_core
 
+_WITHOUT_ASKING = 48 * 1024  # bytes of shared memory that every launch may have
 _loading = threading.Lock()  # two threads would load a kernel twice
 
 
@@ -26,19 +27,26 @@ def launch(
     arguments: list[Any],
     *,
     early: bool = False,
+    shared_bytes: int = 0,
+    cluster: tuple[int, ...] = (),
 ) -> None:
     """Start a kernel. Raises KernelError if it cannot be compiled or run here (see `require`).
 
     arguments  tensors and None are pointers, int and float go as 32 bits, numpy scalars as they are
     early      it may start while the kernel before it still runs, and waits for its results by itself (Hopper on)
+    shared_bytes  of shared memory beside what the kernel declares; a kernel gets the same in every launch
+    cluster    blocks of the grid that see each other's shared memory, along each axis; the grid is a multiple of it
     """
     core = cuda_core()
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
         with _loading:
-            function, may_overlap = _loaded(kernel, index)
-        overlap = {"programmatic_stream_serialization": True} if early and may_overlap else {}
-        config = core.LaunchConfig(grid=grid, block=threads, **overlap)
+            function, may_overlap = _loaded(kernel, index, shared_bytes)
+        options: dict[str, Any] = {"programmatic_stream_serialization": True} if early and may_overlap else {}
+        if cluster:  # cuda-core counts the grid in clusters then
+            grid = tuple(blocks // size for blocks, size in zip(grid, cluster, strict=True))
+            options["cluster"] = cluster
+        config = core.LaunchConfig(grid=grid, block=threads, shmem_size=shared_bytes, **options)
         stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
         core.launch(stream, config, function, *map(_argument, arguments))
 
@@ -85,7 +93,7 @@ def _architecture(index: int) -> str:
 
 
 @cache
-def _loaded(kernel: Kernel, index: int) -> tuple[Any, bool]:
+def _loaded(kernel: Kernel, index: int, shared_bytes: int) -> tuple[Any, bool]:
     """(the function, whether it may start early) for the current device."""
     arch = _architecture(index)
     core = cuda_core()
@@ -95,6 +103,13 @@ def _loaded(kernel: Kernel, index: int) -> tuple[Any, bool]:
         function = core.ObjectCode.from_cubin(compiled.cubin).get_kernel(kernel.name)
     except Exception as error:  # cuda-core's errors have types of their own, by version
         raise KernelError(f"{kernel}: the driver does not load it for {arch}: {error}") from error
+    if shared_bytes > _WITHOUT_ASKING:
+        from cuda.bindings import driver
+
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(most, shared_bytes, function.handle, driver.CUdevice(index))
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"{kernel}: the device does not give a block {shared_bytes} bytes of shared memory")
     able = hasattr(core.LaunchConfig, "programmatic_stream_serialization")  # cuda-core 1.2 or newer
     early = able and torch.cuda.get_device_capability(index) >= (9, 0)
     return function, early

@@ -93,6 +93,11 @@ MMA = {
     # In no file: activations by panels of 16 tokens, and proj_down as the lanes of the quantizer hold x
     "codes": Layout("mb ms:2 ml:8", "kt ks:2 kl:4 kr:8", "mb kt ms ml kl ks kr"),
     "scales": Layout("mb ms:2 ml:8", "kt", "mb kt ml ms"),
+    # 8-bit activations of Hopper's kernels: a k tile of 128 after the other, 8 rows by 16 bytes together; the parity of
+    # k is a digit of its own, as the even and odd codes of a packed word of weights become operands of their own
+    "fp8": Layout("mg ml:8", "kt ks:4 kl:4 kb:4 kp:2", "kt mg ks kp ml kl kb"),
+    "token_scales": Layout("ma mb:2 mc:4 md:2", "kt kg:2", "kt ma kg mc mb md"),
+    "token_t": Layout("mp ml:8", "jt jh:2 jc:4 je:2", "jt mp jh ml jc je"),
     "down": Layout("kt ks:2 kl:4 kp:4 kd:2", "jb jl:8", "kt jb jl kl ks kp kd"),
 }
 

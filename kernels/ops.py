@@ -15,6 +15,8 @@ may also be float32: the kernels' sums before their last rounding, which is what
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,19 +30,15 @@ OUT = {**SCALAR, torch.float32: "f32"}
 FEW_TOKENS = 16  # up to here the weights stream once, through w4a4_small_m
 
 _library = torch.library.Library("svdq", "DEF")
-_library.define(
-    "quantize_lora_down(Tensor x, Tensor down, Tensor? inv_smooth, bool rotation, float clip, Tensor? row_factor, "
-    "Tensor? norm_weight) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "w4a4_gemm_lora(Tensor codes, Tensor scales, Tensor t, Tensor qweight, Tensor wscales, Tensor up, Tensor? bias, "
-    "SymInt m, SymInt n, ScalarType dtype) -> Tensor"
-)
-_library.define("inv_rms(Tensor x, float epsilon) -> Tensor")
-_library.define(
-    "qknorm_rope(Tensor q, Tensor k, Tensor? q_norm, Tensor? k_norm, Tensor cosine, Tensor sine, float epsilon) "
-    "-> (Tensor, Tensor)"
-)
+
+
+def register(schema: str, cuda: Callable, cpu: Callable, fake: Callable) -> None:
+    """Define torch.ops.svdq.<name> with its implementations."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, cuda, "CUDA")
+    _library.impl(name, cpu, "CPU")
+    torch.library.register_fake(f"svdq::{name}", fake, lib=_library)
 
 
 def shares(m: int, groups: int) -> int:
@@ -52,9 +50,9 @@ def shares(m: int, groups: int) -> int:
     return -(-groups // 4) if m <= FEW_TOKENS else min(2, -(-groups // 8))
 
 
-def _vector(weight: Tensor, x: Tensor) -> Tensor:
+def aligned_vector(weight: Tensor, x: Tensor) -> Tensor:
     """A norm's weight as the kernels read it: of x's type, whole, 16-byte aligned."""
-    return _rows(weight.to(x.dtype)[None])[0]
+    return aligned_rows(weight.to(x.dtype)[None])[0]
 
 
 def rank_parts(rank: int) -> int:
@@ -62,7 +60,9 @@ def rank_parts(rank: int) -> int:
     return next((parts for parts in range(1, rank) if rank % (16 * parts) == 0 and rank // parts <= 128), 1)
 
 
-def _check(operator: str, x: Tensor, *operands: tuple[str, Tensor | None, tuple[int, ...], torch.dtype | None]) -> None:
+def check_tensors(
+    operator: str, x: Tensor, *operands: tuple[str, Tensor | None, tuple[int, ...], torch.dtype | None]
+) -> None:
     """Raises ValueError for the first of (name, tensor, shape, dtype) that is not that, contiguous and where x is.
 
     A kernel reads what these sizes say, whatever the tensor holds. No dtype: the operator converts and copies it.
@@ -81,7 +81,7 @@ def _check(operator: str, x: Tensor, *operands: tuple[str, Tensor | None, tuple[
             raise ValueError(f"{operator}: {name}: found at {tensor.data_ptr():#x}; wanted it 16-byte aligned")
 
 
-def _rows(x: Tensor) -> Tensor:
+def aligned_rows(x: Tensor) -> Tensor:
     """The same matrix with rows that a kernel can read: elements adjacent, every row 16-byte aligned."""
     aligned = x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
@@ -106,9 +106,9 @@ def quantize_lora_down(
     """
     if x.dtype not in SCALAR:
         return _quantize_reference(x, down, inv_smooth, rotation, clip, row_factor, norm_weight)
-    _check_quantize(x, down, inv_smooth, row_factor, norm_weight)
-    x = _rows(x)
-    norm_weight = None if norm_weight is None else _vector(norm_weight, x)
+    check_quantize("quantize_lora_down", x, down, inv_smooth, row_factor, norm_weight)
+    x = aligned_rows(x)
+    norm_weight = None if norm_weight is None else aligned_vector(norm_weight, x)
     m, k = x.shape
     padded_k, rank = down.shape
     groups, panels = padded_k // layout.TILE_K, -(-m // layout.PANEL)
@@ -122,7 +122,7 @@ def quantize_lora_down(
             256,
             [
                 x, np.int64(x.stride(0)), m, k, groups, down, inv_smooth, int(rotation), float(clip), row_factor,
-                norm_weight, codes, scales, t, rank,
+                norm_weight, codes, scales, t, rank, codes.shape[0],
             ],
             early=True,
         )  # fmt: skip
@@ -140,10 +140,15 @@ def _quantize_empty(x: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _check_quantize(
-    x: Tensor, down: Tensor, inv_smooth: Tensor | None, row_factor: Tensor | None, norm_weight: Tensor | None
+def check_quantize(
+    operator: str,
+    x: Tensor,
+    down: Tensor,
+    inv_smooth: Tensor | None,
+    row_factor: Tensor | None,
+    norm_weight: Tensor | None,
 ) -> None:
-    operator = "quantize_lora_down"
+    """Raises ValueError unless the packed down-projection and the rest fit x."""
     if x.dim() != 2 or down.dim() != 2:
         raise ValueError(f"{operator}: found x {list(x.shape)}, down {list(down.shape)}; wanted two matrices")
     (m, k), (padded_k, rank) = x.shape, down.shape
@@ -153,7 +158,7 @@ def _check_quantize(
         raise ValueError(f"{operator}: down: found rank {rank}; wanted a multiple of {layout.RANK_TILE}")
     if (row_factor is None) != (norm_weight is None):
         raise ValueError(f"{operator}: row_factor and norm_weight go together")
-    _check(
+    check_tensors(
         operator,
         x,
         ("down", down, (padded_k, rank), torch.float16),
@@ -164,7 +169,7 @@ def _check_quantize(
 
 
 def _quantize_reference(x, down, inv_smooth, rotation, clip, row_factor, norm_weight):
-    _check_quantize(x, down, inv_smooth, row_factor, norm_weight)
+    check_quantize("quantize_lora_down", x, down, inv_smooth, row_factor, norm_weight)
     parts = shares(x.shape[0], down.shape[0] // layout.TILE_K)
     return reference.quantize_lora_down(x, down, inv_smooth, rotation, clip, row_factor, norm_weight, parts)
 
@@ -187,16 +192,23 @@ def w4a4_gemm_lora(
     m: int,
     n: int,
     dtype: torch.dtype,
+    first_rank: Tensor | None = None,
 ) -> Tensor:
-    """→ y (m, n) of dtype: group sums, t · proj_upᵀ, bias, one rounding. n counts from the first packed column."""
+    """→ y (m, n) of dtype: group sums, t · proj_upᵀ, bias, one rounding. n counts from the first packed column.
+
+    first_rank  (padded n / 128,) int32: of every tile of 128 columns, the first column of t that its rows of `up` meet;
+                None: all of t. Linears with one input have each their own columns. Its values are trusted.
+    """
     if dtype not in OUT:
-        return _gemm_reference(codes, scales, t, qweight, wscales, up, bias, m, n, dtype)
-    _check_gemm(codes, scales, t, qweight, wscales, up, bias, m, n)
+        return _gemm_reference(codes, scales, t, qweight, wscales, up, bias, m, n, dtype, first_rank)
+    _check_gemm(codes, scales, t, qweight, wscales, up, bias, m, n, first_rank)
     y = codes.new_empty((m, n), dtype=dtype)
     groups, rank = wscales.shape[0], up.shape[1]
     if not m or not n:
         return y
-    arguments = [codes, scales, t, t.shape[0], qweight, wscales, up, bias, y, m, n, groups, rank]
+    arguments = [
+        codes, scales, t, t.shape[0], qweight, wscales, up, bias, y, m, n, groups, rank, t.shape[2], first_rank,
+    ]  # fmt: skip
     if m > FEW_TOKENS:
         blocks = -(-m // layout.TILE_N) * -(-n // layout.TILE_N)
         launch(kernels.gemm_kernel(OUT[dtype]), codes.device, (blocks,), 256, arguments)
@@ -204,6 +216,45 @@ def w4a4_gemm_lora(
         kernel = kernels.small_m_kernel(OUT[dtype], 1 if m <= 8 else 2)
         launch(kernel, codes.device, (-(-n // 32),), 512, arguments, early=True)
     return y
+
+
+def check_weights(
+    operator: str,
+    codes: Tensor,
+    t: Tensor,
+    qweight: Tensor,
+    wscales: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    first_rank: Tensor | None,
+) -> None:
+    """Raises ValueError unless the packed weights fit each other, and m and n them."""
+    if (wscales.dim(), up.dim(), t.dim()) != (2, 2, 3):
+        found = f"wscales {list(wscales.shape)}, up {list(up.shape)}, t {list(t.shape)}"
+        raise ValueError(f"{operator}: found {found}; wanted two matrices, and three dimensions of t")
+    (groups, padded_n), rank = wscales.shape, up.shape[1]
+    if not groups or padded_n % layout.TILE_N or rank % layout.RANK_TILE:
+        found = f"{groups} groups, {padded_n} columns, rank {rank}"
+        wanted = f"groups, columns in multiples of {layout.TILE_N}, the rank in multiples of {layout.RANK_TILE}"
+        raise ValueError(f"{operator}: found {found}; wanted {wanted}")
+    if m < 0 or not 0 <= n <= padded_n:
+        raise ValueError(f"{operator}: found m {m}, n {n}; wanted m at least 0, n from 0 to {padded_n}")
+    check_tensors(
+        operator,
+        codes,
+        ("qweight", qweight, (padded_n, groups * layout.TILE_K // 2), torch.int8),
+        ("wscales", wscales, (groups, padded_n), torch.float16),
+        ("up", up, (padded_n, rank), torch.float16),
+        ("bias", bias, (padded_n,), torch.float32),
+        ("first_rank", first_rank, (padded_n // layout.TILE_N,), torch.int32),
+    )
+
+
+def rank_of_t(found: int, up: Tensor, first_rank: Tensor | None) -> int:
+    """How many columns t must have: those of `up`, or with first_rank at least as many, in tiles of 16."""
+    return found if first_rank is not None and found >= up.shape[1] and found % layout.RANK_TILE == 0 else up.shape[1]
 
 
 def _check_gemm(
@@ -216,39 +267,29 @@ def _check_gemm(
     bias: Tensor | None,
     m: int,
     n: int,
+    first_rank: Tensor | None,
 ) -> None:
     operator = "w4a4_gemm_lora"
-    if (wscales.dim(), up.dim(), t.dim()) != (2, 2, 3):
-        found = f"wscales {list(wscales.shape)}, up {list(up.shape)}, t {list(t.shape)}"
-        raise ValueError(f"{operator}: found {found}; wanted two matrices, and three dimensions of t")
-    (groups, padded_n), rank, rows = wscales.shape, up.shape[1], layout.round_up(m, layout.PANEL)
-    if not groups or padded_n % layout.TILE_N or rank % layout.RANK_TILE:
-        found = f"{groups} groups, {padded_n} columns, rank {rank}"
-        wanted = f"groups, columns in multiples of {layout.TILE_N}, the rank in multiples of {layout.RANK_TILE}"
-        raise ValueError(f"{operator}: found {found}; wanted {wanted}")
-    if m < 0 or not 0 <= n <= padded_n:
-        raise ValueError(f"{operator}: found m {m}, n {n}; wanted m at least 0, n from 0 to {padded_n}")
-    _check(
+    check_weights(operator, codes, t, qweight, wscales, up, bias, m, n, first_rank)
+    groups, rows = wscales.shape[0], layout.round_up(m, layout.PANEL)
+    rank = rank_of_t(t.shape[2], up, first_rank)
+    check_tensors(
         operator,
         codes,
         ("codes", codes, (rows, groups * layout.TILE_K // 2), torch.int8),
         ("scales", scales, (rows, groups), torch.float32),
         ("t", t, (t.shape[0], rows, rank), torch.float32),
-        ("qweight", qweight, (padded_n, groups * layout.TILE_K // 2), torch.int8),
-        ("wscales", wscales, (groups, padded_n), torch.float16),
-        ("up", up, (padded_n, rank), torch.float16),
-        ("bias", bias, (padded_n,), torch.float32),
     )
     if max(t.numel(), codes.numel() // 16) >= 2**31:  # the kernels count both, codes by vectors, in 32 bits
         raise ValueError(f"{operator}: {m} rows are too many at once for rank {rank} and {groups} groups")
 
 
-def _gemm_reference(codes, scales, t, qweight, wscales, up, bias, m, n, dtype):
-    _check_gemm(codes, scales, t, qweight, wscales, up, bias, m, n)
-    return reference.w4a4_gemm_lora(codes, scales, t, qweight, wscales, up, bias, m, n, dtype)
+def _gemm_reference(codes, scales, t, qweight, wscales, up, bias, m, n, dtype, first_rank=None):
+    _check_gemm(codes, scales, t, qweight, wscales, up, bias, m, n, first_rank)
+    return reference.w4a4_gemm_lora(codes, scales, t, qweight, wscales, up, bias, m, n, dtype, first_rank)
 
 
-def _gemm_fake(codes, scales, t, qweight, wscales, up, bias, m, n, dtype):
+def _gemm_fake(codes, scales, t, qweight, wscales, up, bias, m, n, dtype, first_rank=None):
     return codes.new_empty((m, n), dtype=dtype)
 
 
@@ -259,7 +300,7 @@ def inv_rms(x: Tensor, epsilon: float) -> Tensor:
     """x (m, k) → (m,) float32: 1 / sqrt(mean(x²) + epsilon) of every row."""
     if x.dtype not in SCALAR or x.dim() != 2 or x.shape[1] % 8:
         return _inv_rms_reference(x, epsilon)
-    x = _rows(x)
+    x = aligned_rows(x)
     factor = x.new_empty(x.shape[0], dtype=torch.float32)
     if x.shape[0]:
         arguments = [x, np.int64(x.stride(0)), x.shape[1], float(epsilon), factor]
@@ -297,7 +338,7 @@ def qknorm_rope(
     _check_rope(q, k, q_norm, k_norm, cosine, sine)
     q, k = (x if _pairs_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k))
     cosine, sine = (table.to(q.dtype).contiguous() for table in (cosine, sine))
-    q_norm, k_norm = (None if weight is None else _vector(weight, q) for weight in (q_norm, k_norm))
+    q_norm, k_norm = (None if weight is None else aligned_vector(weight, q) for weight in (q_norm, k_norm))
     q_out, k_out = _rope_fake(q, k, q_norm, k_norm, cosine, sine, epsilon)
     tokens, heads = q.shape[0], q.shape[1] + k.shape[1]
     if tokens:
@@ -326,7 +367,7 @@ def _check_rope(
     (tokens, _, d), positions = q.shape, len(cosine)
     if tokens and (not positions or tokens % positions):
         raise ValueError(f"{operator}: cosine: found {positions} rows; wanted a divisor of {tokens} tokens")
-    _check(
+    check_tensors(
         operator,
         q,
         ("k", k, (tokens, k.shape[1], d), None),
@@ -352,12 +393,25 @@ def _rope_fake(q, k, q_norm, k_norm, cosine, sine, epsilon):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-for _name, _cuda, _cpu, _fake in (
-    ("quantize_lora_down", quantize_lora_down, _quantize_reference, _quantize_fake),
-    ("w4a4_gemm_lora", w4a4_gemm_lora, _gemm_reference, _gemm_fake),
-    ("inv_rms", inv_rms, _inv_rms_reference, _inv_rms_fake),
-    ("qknorm_rope", qknorm_rope, _rope_reference, _rope_fake),
-):
-    _library.impl(_name, _cuda, "CUDA")
-    _library.impl(_name, _cpu, "CPU")
-    torch.library.register_fake(f"svdq::{_name}", _fake, lib=_library)
+register(
+    "quantize_lora_down(Tensor x, Tensor down, Tensor? inv_smooth, bool rotation, float clip, Tensor? row_factor, "
+    "Tensor? norm_weight) -> (Tensor, Tensor, Tensor)",
+    quantize_lora_down,
+    _quantize_reference,
+    _quantize_fake,
+)
+register(
+    "w4a4_gemm_lora(Tensor codes, Tensor scales, Tensor t, Tensor qweight, Tensor wscales, Tensor up, Tensor? bias, "
+    "SymInt m, SymInt n, ScalarType dtype, Tensor? first_rank=None) -> Tensor",
+    w4a4_gemm_lora,
+    _gemm_reference,
+    _gemm_fake,
+)
+register("inv_rms(Tensor x, float epsilon) -> Tensor", inv_rms, _inv_rms_reference, _inv_rms_fake)
+register(
+    "qknorm_rope(Tensor q, Tensor k, Tensor? q_norm, Tensor? k_norm, Tensor cosine, Tensor sine, float epsilon) "
+    "-> (Tensor, Tensor)",
+    qknorm_rope,
+    _rope_reference,
+    _rope_fake,
+)

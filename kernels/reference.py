@@ -20,7 +20,7 @@ from torch import Tensor
 from svdq.config import ACTIVATION_GROUP
 from svdq.grid import INT4_ACTIVATION, INT4_WEIGHT
 from svdq.kernels import layout
-from svdq.rounding import ActivationTransform, quantize_activation, rotate
+from svdq.rounding import ActivationTransform, quantize_activation, quantize_activation_e4m3, rotate
 
 
 def w4a4_linear(
@@ -40,8 +40,7 @@ def w4a4_linear(
     """
     work = weight_hat.dtype
     rows = x.reshape(-1, x.shape[-1])
-    codes, scales = transform.quantize(rows)
-    y = INT4_ACTIVATION.decode(codes, scales, work) @ weight_hat.t()
+    y = transform.approximate(rows, work) @ weight_hat.t()
     if proj_up.shape[1]:
         y += (rows.to(work) @ proj_down.to(work)) @ proj_up.to(work).t()
     if bias is not None:
@@ -63,13 +62,11 @@ def quantize_lora_down(
     m, k = x.shape
     padded_k, rank = down.shape
     rows = layout.round_up(m, layout.PANEL)
-    if row_factor is not None and norm_weight is not None:
-        x = norm_weight.to(x.dtype) * (x.float() * row_factor[:, None]).to(x.dtype)
+    x = _normalized(x, row_factor, norm_weight)
     t = x.new_zeros((shares, rows, rank), dtype=torch.float32)
     if rank:
         t[0, :m] = x.float() @ layout.unpack_matrix("down", down, (padded_k, rank))[:k].float()
-    scaled = x.float() if inv_smooth is None else x.float() * inv_smooth
-    codes, scales = quantize_activation(rotate(scaled) if rotation else scaled, clip)
+    codes, scales = quantize_activation(_transformed(x, inv_smooth, rotation), clip)
     codes = layout.pad(codes, rows, padded_k)
     scales = layout.pad(scales, rows, padded_k // ACTIVATION_GROUP)
     return layout.pack_codes(codes, "codes"), layout.pack_matrix("scales", scales), t
@@ -86,19 +83,109 @@ def w4a4_gemm_lora(
     m: int,
     n: int,
     dtype: torch.dtype,
+    first_rank: Tensor | None = None,
 ) -> Tensor:
     """See svdq.kernels.ops."""
-    groups, padded_n = wscales.shape
     x_hat = INT4_ACTIVATION.decode(
-        layout.unpack_codes(codes, "codes"), layout.unpack_matrix("scales", scales, (codes.shape[0], groups))
+        layout.unpack_codes(codes, "codes"),
+        layout.unpack_matrix("scales", scales, (codes.shape[0], wscales.shape[0])),
     )
+    return _product(x_hat, t, qweight, wscales, up, bias, m, n, dtype, first_rank)
+
+
+def _normalized(x: Tensor, row_factor: Tensor | None, norm_weight: Tensor | None) -> Tensor:
+    if row_factor is None or norm_weight is None:
+        return x
+    return norm_weight.to(x.dtype) * (x.float() * row_factor[:, None]).to(x.dtype)
+
+
+def _transformed(x: Tensor, inv_smooth: Tensor | None, rotation: bool) -> Tensor:
+    scaled = x.float() if inv_smooth is None else x.float() * inv_smooth
+    return rotate(scaled) if rotation else scaled
+
+
+def _product(
+    x_hat: Tensor,
+    t: Tensor,
+    qweight: Tensor,
+    wscales: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    first_rank: Tensor | None,
+) -> Tensor:
+    groups, padded_n = wscales.shape
     weight_scales = layout.unpack_matrix("wscales", wscales, (padded_n, groups))
     y = x_hat[:m] @ INT4_WEIGHT.decode(layout.unpack_codes(qweight)[:n], weight_scales[:n]).t()
     if up.shape[1]:
-        y += t.sum(0)[:m] @ layout.unpack_matrix("lora_up", up, tuple(up.shape))[:n].float().t()
+        rows, sums = layout.unpack_matrix("lora_up", up, tuple(up.shape))[:n].float(), t.sum(0)[:m]
+        if first_rank is None:
+            y += sums @ rows.t()
+        else:
+            for tile, first in enumerate(first_rank.tolist()[: -(-n // layout.TILE_N)]):
+                part = slice(tile * layout.TILE_N, (tile + 1) * layout.TILE_N)
+                y[:, part] += sums[:, first : first + up.shape[1]] @ rows[part].t()
     if bias is not None:
         y += layout.unpack_matrix("channel", bias, (padded_n,))[:n]
     return y.to(dtype)
+
+
+def quantize_lora_down_e4m3(
+    x: Tensor,
+    down: Tensor,
+    inv_smooth: Tensor | None,
+    rotation: bool,
+    clip: float,
+    row_factor: Tensor | None,
+    norm_weight: Tensor | None,
+    values: bool,
+    shares: int,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See svdq.kernels.hopper. All of t is in its first share; rows from m on are zeros."""
+    padded_k, rank = down.shape
+    x = _normalized(x, row_factor, norm_weight)
+    t = x.new_zeros((shares, rank, rows), dtype=torch.float32)
+    if rank:
+        first = x.float() @ layout.unpack_matrix("down", down, (padded_k, rank))[: x.shape[1]].float()
+        t[0] = layout.pack_matrix("token_t", layout.pad(first, rows, rank), (rank, rows))
+    scaled = _transformed(x, inv_smooth, rotation)
+    if values:
+        numbers, scales = quantize_activation_e4m3(scaled)
+        scales = layout.pad(scales, rows)
+    else:
+        codes, scales = quantize_activation(scaled, clip)
+        numbers = codes.float().to(torch.float8_e4m3fn)
+        scales = layout.pack_matrix("token_scales", layout.pad(scales, rows, padded_k // ACTIVATION_GROUP))
+    bytes_ = layout.pad(numbers.view(torch.uint8), rows, padded_k)
+    return layout.pack_matrix("fp8", bytes_), scales, t
+
+
+def w4_gemm_lora_e4m3(
+    codes: Tensor,
+    scales: Tensor,
+    t: Tensor,
+    qweight: Tensor,
+    wscales: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    first_rank: Tensor | None = None,
+) -> Tensor:
+    """See svdq.kernels.hopper."""
+    groups = wscales.shape[0]
+    numbers = layout.unpack_matrix("fp8", codes, tuple(codes.shape)).view(torch.float8_e4m3fn).float()
+    if scales.dim() == 1:
+        x_hat = numbers * scales[:, None]
+    else:
+        per_group = layout.unpack_matrix("token_scales", scales, (codes.shape[0], groups))
+        x_hat = numbers * per_group.repeat_interleave(ACTIVATION_GROUP, 1)
+    t = layout.unpack_matrix("token_t", t.sum(0), (t.shape[2], t.shape[1]))[None]
+    return _product(x_hat, t, qweight, wscales, up, bias, m, n, dtype, first_rank)
 
 
 def inv_rms(x: Tensor, epsilon: float) -> Tensor:

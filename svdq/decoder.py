@@ -93,10 +93,10 @@ class W4A4Attention(nn.Module):
     scaling: float
     attention_dropout: float
 
-    def __init__(self, attention: Any, layers: dict[str, Layer], kernels: str):
+    def __init__(self, attention: Any, layers: dict[str, Layer], *path: str):
         _adopt(self, attention)
-        self.qkv = W4A4LinearGroup([layers[suffix] for suffix in QKV], kernels)
-        self.o_proj = W4A4Linear(layers["self_attn.o_proj"], kernels)
+        self.qkv = W4A4LinearGroup([layers[suffix] for suffix in QKV], *path)
+        self.o_proj = W4A4Linear(layers["self_attn.o_proj"], *path)
         self.q_norm, self.k_norm = (
             FusedNorm(norm) if (norm := getattr(attention, name, None)) is not None else None
             for name in ("q_norm", "k_norm")
@@ -157,10 +157,10 @@ def _attention_interface(name: str, eager: Callable) -> Callable:
 class W4A4MLP(nn.Module):
     """down(act(gate) · up); its forward takes what `FusedNorm.inputs` gives."""
 
-    def __init__(self, mlp: Any, layers: dict[str, Layer], kernels: str):
+    def __init__(self, mlp: Any, layers: dict[str, Layer], *path: str):
         super().__init__()
-        self.gate_up = W4A4LinearGroup([layers[suffix] for suffix in GATE_UP], kernels)
-        self.down_proj = W4A4Linear(layers["mlp.down_proj"], kernels)
+        self.gate_up = W4A4LinearGroup([layers[suffix] for suffix in GATE_UP], *path)
+        self.down_proj = W4A4Linear(layers["mlp.down_proj"], *path)
         self.act_fn = mlp.act_fn
 
     def forward(self, x: Tensor, row_factor: Tensor, norm_weight: Tensor) -> Tensor:
@@ -177,12 +177,12 @@ class W4A4DecoderBlock(nn.Module):
     two are not normalized. Norms refuse hooks.
     """
 
-    def __init__(self, layer: Any, layers: dict[str, Layer], kernels: str):
+    def __init__(self, layer: Any, layers: dict[str, Layer], kernels: str, activations: str):
         _adopt(self, layer)
         self.kernels = kernels
         attention: Any = type(layer.self_attn)
-        self.self_attn = _replacing(W4A4Attention, attention)(layer.self_attn, layers, kernels)
-        self.mlp = W4A4MLP(layer.mlp, layers, kernels)
+        self.self_attn = _replacing(W4A4Attention, attention)(layer.self_attn, layers, kernels, activations)
+        self.mlp = W4A4MLP(layer.mlp, layers, kernels, activations)
         self.input_layernorm = FusedNorm(layer.input_layernorm)
         self.post_attention_layernorm = FusedNorm(layer.post_attention_layernorm)
         # Older models say past_key_values, and may pass a paged cache through to the attention function as `cache`
@@ -224,13 +224,15 @@ def is_fusable(module: nn.Module) -> bool:
     )
 
 
-def decoder_block(hf_layer: nn.Module, layers: dict[str, Layer], kernels: str = "auto") -> W4A4DecoderBlock:
+def decoder_block(
+    hf_layer: nn.Module, layers: dict[str, Layer], kernels: str = "auto", activations: str = "int4"
+) -> W4A4DecoderBlock:
     """A block with hf_layer's norms and configuration, and quantized linears in place of its own.
 
     hf_layer  a decoder layer of FAMILIES; not changed, its norms' parameters are shared. Its linears are not read,
               they may be on the meta device
     layers    by suffix, the seven of LINEARS; on the device where the block shall run
-    kernels   'auto': CUDA kernels for float16 and bfloat16 on a GPU; 'reference': plain torch everywhere
+    kernels, activations  see svdq.load_quantized
     Raises    ConfigError for another class, missing or wrong-sized layers, and siblings with different smoothing,
               rotation or clip.
     """
@@ -246,7 +248,7 @@ def decoder_block(hf_layer: nn.Module, layers: dict[str, Layer], kernels: str = 
                 f"{layer.name or suffix}: found {n} x {k}, the layer's {suffix} is {wanted[0]} x {wanted[1]}"
             )
     kind: Any = type(hf_layer)
-    return _replacing(W4A4DecoderBlock, kind)(hf_layer, layers, kernels).train(hf_layer.training)
+    return _replacing(W4A4DecoderBlock, kind)(hf_layer, layers, kernels, activations).train(hf_layer.training)
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,9 @@ class Fusion:
         return {f"{path}.{suffix}" for path in self.replaced for suffix in LINEARS}
 
 
-def fuse_layers(tree: nn.Module, names: dict[str, str], read: Callable[[str], Layer], kernels: str) -> Fusion:
+def fuse_layers(
+    tree: nn.Module, names: dict[str, str], read: Callable[[str], Layer], kernels: str, activations: str = "int4"
+) -> Fusion:
     """Replace every decoder layer of a tree that can be, in place.
 
     names   module path → name of the quantized linears; read(name) gives one, on the device where it shall run
@@ -282,7 +286,7 @@ def fuse_layers(tree: nn.Module, names: dict[str, str], read: Callable[[str], La
             fusion.left[path] = str(error).removeprefix("--fuse: ")
             continue
         parent, _, leaf = path.rpartition(".")
-        setattr(tree.get_submodule(parent), leaf, decoder_block(module, layers, kernels))
+        setattr(tree.get_submodule(parent), leaf, decoder_block(module, layers, kernels, activations))
         fusion.replaced.append(path)
     reasons = "; ".join(f"{path}: {reason}" for path, reason in list(fusion.left.items())[:2])
     reasons += f"; and {len(fusion.left) - 2} more" if len(fusion.left) > 2 else ""

@@ -171,13 +171,16 @@ def _dequantized(layer: Layer, x: Tensor, codes: Tensor, scales: Tensor) -> Tens
 def _run(packed: W4A4Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The forward with its float32 sums (m, n) as output; the codes (m, k) and scales (m, k/64) on the CPU."""
     m, k = x.shape
-    activation = (packed.down, packed.inv_smooth, packed.rotation, packed.clip, None, None)
-    codes, scales, t = torch.ops.svdq.quantize_lora_down(x, *activation)
-    weight = (packed.qweight, packed.wscales, packed.up, packed.packed_bias)
-    y = torch.ops.svdq.w4a4_gemm_lora(codes, scales, t, *weight, m, packed.out_features, torch.float32)
-    codes = layout.unpack_codes(codes.to(_CPU), "codes")[:m, :k]
-    scales = layout.unpack_matrix("scales", scales.to(_CPU), tuple(scales.shape))[:m, : k // layout.TILE_K]
-    return y, codes, scales
+    operands = packed.quantize(x)
+    y = packed.product(operands, m, packed.out_features, torch.float32)
+    codes, scales = (part.to(_CPU) for part in operands[:2])
+    if codes.dtype == torch.uint8:  # of Hopper's kernels
+        numbers = layout.unpack_matrix("fp8", codes, tuple(codes.shape))[:m]
+        codes, order = numbers.view(torch.float8_e4m3fn).float().to(torch.int8), "token_scales"
+    else:
+        codes, order = layout.unpack_codes(codes, "codes"), "scales"
+    scales = layout.unpack_matrix(order, scales, tuple(scales.shape))
+    return y, codes[:m, :k], scales[:m, : k // layout.TILE_K]
 
 
 def _differing(found: Tensor, wanted: Tensor) -> int:

@@ -13,13 +13,19 @@ from torch import Tensor, nn
 
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import pack_layers, packed_sizes
-from svdq.kernels import layout, reference
-from svdq.kernels import ops as _ops  # noqa: F401  registers torch.ops.svdq
+from svdq.kernels import hopper, layout, ops, reference
 from svdq.kernels.launch import require
 from svdq.models import build_quantized_tree, linear_sizes
-from svdq.quantized import Layer, open_quantized
+from svdq.quantized import ACTIVATIONS, Layer, open_quantized
 
 KERNELS = ("auto", "reference")
+
+
+def check_path(kernels: str, activations: str) -> None:
+    """Raises ConfigError for a name that is none of KERNELS, ACTIVATIONS."""
+    for option, value, names in (("kernels", kernels, KERNELS), ("activations", activations, ACTIVATIONS)):
+        if value not in names:
+            raise ConfigError(f"{option}={value!r}; wanted {' or '.join(names)}")
 
 
 class _Packed(nn.Module):
@@ -27,12 +33,14 @@ class _Packed(nn.Module):
 
     parts    their layers; they must have one smoothing, rotation and clip, or ConfigError says which differ
     kernels  'auto': CUDA kernels for float16 and bfloat16 on a GPU; 'reference': plain torch everywhere
+    activations  'int4': W4A4; 'fp8': W4A8, on a GPU for Hopper only
     """
 
-    def __init__(self, parts: list[Layer], kernels: str = "auto"):
+    def __init__(self, parts: list[Layer], kernels: str = "auto", activations: str = "int4"):
         super().__init__()
-        if kernels not in KERNELS:
-            raise ConfigError(f"kernels={kernels!r}; wanted {' or '.join(KERNELS)}")
+        check_path(kernels, activations)
+        if activations != "fp8" and any(part.transform.values for part in parts):
+            raise ConfigError(f"{parts[0].name}: a layer with 8-bit activations, activations={activations!r}")
         sizes, transform = packed_sizes(parts), parts[0].transform
         padded = sizes.padded()
         packed = pack_layers(parts, torch.float16)
@@ -44,7 +52,7 @@ class _Packed(nn.Module):
             down = layout.unpack_matrix("lora_down", down, (padded["k"], padded["r"]))
             down = layout.pack_matrix("down", down)
         biased = any(part.bias is not None for part in parts)
-        self.kernels = kernels
+        self.kernels, self.activations = kernels, activations
         self.in_features = sizes.k
         self.columns = [part.n for part in sizes.parts]
         self.rotation, self.clip = transform.rotation, transform.clip
@@ -54,12 +62,16 @@ class _Packed(nn.Module):
         self.up: Tensor
         self.inv_smooth: Tensor | None
         self.packed_bias: Tensor | None
+        self.first_rank: Tensor | None
         self.register_buffer("qweight", packed["qweight"])
         self.register_buffer("wscales", packed["wscales"])
         self.register_buffer("down", down)
-        self.register_buffer("up", packed["lora_up"])
+        up, first_rank = _own_ranks(packed["lora_up"], parts)
+        self.register_buffer("up", up)
+        self.register_buffer("first_rank", first_rank)
         self.register_buffer("inv_smooth", None if transform.smooth is None else 1.0 / transform.smooth)
         self.register_buffer("packed_bias", _packed_bias(parts) if biased else None)
+        self.on_hopper = hopper.runs_on(self.qweight.device)
 
     def run(self, x: Tensor, row_factor: Tensor | None, norm_weight: Tensor | None, n: int) -> Tensor:
         """x (..., k) → (..., n), n counted in packed columns. With a row factor, x is RMS-normalized on the way in."""
@@ -70,15 +82,34 @@ class _Packed(nn.Module):
             x = x.to(torch.get_autocast_dtype(device))
         rows = x.reshape(-1, self.in_features)
         with torch.autocast(device, enabled=False):  # the reference's float32 products are meant as they stand
-            activation = (rows, self.down, self.inv_smooth, self.rotation, self.clip, row_factor, norm_weight)
-            if self.kernels == "reference":
-                codes, scales, t = reference.quantize_lora_down(*activation, shares=1)
-                gemm = reference.w4a4_gemm_lora
-            else:
-                codes, scales, t = torch.ops.svdq.quantize_lora_down(*activation)
-                gemm = torch.ops.svdq.w4a4_gemm_lora
-            y = gemm(codes, scales, t, self.qweight, self.wscales, self.up, self.packed_bias, len(rows), n, x.dtype)
+            y = self.product(self.quantize(rows, row_factor, norm_weight), len(rows), n, x.dtype)
         return y.view(*x.shape[:-1], n)
+
+    def quantize(
+        self, rows: Tensor, row_factor: Tensor | None = None, norm_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """rows (m, k) → codes, scales, t, in the order of the product that is next: svdq.kernels.ops or hopper's."""
+        activation = (rows, self.down, self.inv_smooth, self.rotation, self.clip, row_factor, norm_weight)
+        values = self.activations == "fp8"
+        if self.kernels == "reference" and values:
+            padded = layout.round_up(len(rows), layout.PANEL)
+            return reference.quantize_lora_down_e4m3(*activation, values, 1, padded)
+        if self.kernels == "reference":
+            return reference.quantize_lora_down(*activation, shares=1)
+        if values or (self.on_hopper and len(rows) > ops.FEW_TOKENS):
+            return torch.ops.svdq.quantize_lora_down_e4m3(*activation, values)
+        return torch.ops.svdq.quantize_lora_down(*activation)
+
+    def product(self, operands: tuple[Tensor, Tensor, Tensor], m: int, n: int, dtype: torch.dtype) -> Tensor:
+        """What `quantize` gives for m rows → y (m, n)."""
+        family = reference if self.kernels == "reference" else torch.ops.svdq
+        gemm = family.w4_gemm_lora_e4m3 if operands[0].dtype == torch.uint8 else family.w4a4_gemm_lora
+        weight = (self.qweight, self.wscales, self.up, self.packed_bias)
+        return gemm(*operands, *weight, m, n, dtype, self.first_rank)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.on_hopper = hopper.runs_on(self.qweight.device)  # not where it was saved
 
     def _apply(self, fn, recurse=True):
         """Move between devices, never between types: the stored types are the format (model.half() leaves them)."""
@@ -86,7 +117,23 @@ class _Packed(nn.Module):
             if buffer is not None:
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        self.on_hopper = hopper.runs_on(self.qweight.device)
         return self
+
+
+def _own_ranks(up: Tensor, parts: list[Layer]) -> tuple[Tensor, Tensor | None]:
+    """Of linears packed as one, whose `up` has zeros where one's columns would meet another's part of t: without them.
+
+    Returns  `up` and None, or `up` of one part's rank and the `first_rank` of svdq.kernels.ops.
+    """
+    rank = parts[0].proj_up.shape[1]
+    if len(parts) == 1 or rank % layout.RANK_TILE or not rank or any(part.proj_up.shape[1] != rank for part in parts):
+        return up, None
+    tiles = [layout.round_up(part.codes.shape[0], layout.TILE_N) // layout.TILE_N for part in parts]
+    first_rank = torch.arange(len(parts), dtype=torch.int32).repeat_interleave(torch.tensor(tiles)) * rank
+    whole = layout.unpack_matrix("lora_up", up, tuple(up.shape)).view(-1, layout.TILE_N, up.shape[1])
+    own = [tile[:, first : first + rank] for tile, first in zip(whole, first_rank.tolist(), strict=True)]
+    return layout.pack_matrix("lora_up", torch.cat(own)), first_rank.to(up.device)
 
 
 def _packed_bias(parts: list[Layer]) -> Tensor:
@@ -102,15 +149,16 @@ def _packed_bias(parts: list[Layer]) -> Tensor:
 class W4A4Linear(_Packed):
     """y = Qa(R(x / smooth)) · weight_hatᵀ + (x · proj_down) · proj_upᵀ + bias, x (..., k) → (..., n)."""
 
-    def __init__(self, layer: Layer, kernels: str = "auto"):
-        super().__init__([layer], kernels)
+    def __init__(self, layer: Layer, kernels: str = "auto", activations: str = "int4"):
+        super().__init__([layer], kernels, activations)
         self.out_features, self.rank = layer.codes.shape[0], layer.proj_up.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x, None, None, self.out_features)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        return f"{sizes}, activations={self.activations}"
 
 
 class W4A4LinearGroup(_Packed):
@@ -126,7 +174,18 @@ class W4A4LinearGroup(_Packed):
         return [y[..., start : start + n] for start, n in zip(starts, self.columns, strict=True)]
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.columns}"
+        return f"in_features={self.in_features}, out_features={self.columns}, activations={self.activations}"
+
+
+def _path(device: torch.device, dtype: torch.dtype, kernels: str, activations: str) -> str:
+    """How linears are computed there, in words."""
+    what = "W4A8: activations in e4m3" if activations == "fp8" else "W4A4"
+    if device.type != "cuda" or kernels == "reference" or dtype not in ops.SCALAR:
+        return f"{what}, in plain torch on {device}"
+    if hopper.runs_on(device):
+        few = "" if activations == "fp8" else f"; up to {ops.FEW_TOKENS} tokens 8-bit integer ones"
+        return f"{what}, 8-bit floating-point tensor cores{few}"
+    return f"{what}, integer tensor cores"
 
 
 def load_quantized(
@@ -136,6 +195,7 @@ def load_quantized(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     kernels: str = "auto",
+    activations: str = "int4",
     fuse: bool = False,
     trust_remote_code: bool = False,
 ) -> nn.Module:
@@ -144,15 +204,22 @@ def load_quantized(
     model_dir  a directory with config.json; the weights come from the file (written without --linears-only)
     dtype      of everything that is not quantized; default float32 on CPUs, config.json's type elsewhere
     kernels    'auto': CUDA kernels for float16 and bfloat16 on a GPU; 'reference': plain torch everywhere
+    activations  'int4': W4A4, what the file was made for. 'fp8': W4A8, activations in 8 bits with one scale a token,
+               from the same file: closer to the original; on a GPU for Hopper only, faster there from some thousand
+               tokens on and several times slower for a few
     fuse       replace the decoder layers of Llama, Qwen2 and Qwen3 by `svdq.decoder.W4A4DecoderBlock`; the model's
                attribute `svdq_fusion` says which, and why another was left
+    Returns    the model; its attribute `svdq_path` says how its linears were to be computed when it was loaded
     Raises     KernelError if the kernels are wanted and cannot run on this device.
                CheckpointError if the file lacks tensors of the model or is of another model.
                ConfigError if fuse is set and no decoder layer can be replaced.
     """
     device = torch.device(device)
+    check_path(kernels, activations)
     if device.type == "cuda" and kernels != "reference":
         require(device)
+        if activations == "fp8":
+            hopper.require(device)
     quantized = open_quantized(file)
     if not quantized.other_tensors:
         raise CheckpointError(f"{file}: holds the linears only (--linears-only); wanted a file of the whole model")
@@ -171,12 +238,14 @@ def load_quantized(
         from svdq.decoder import fuse_layers  # needs transformers at import, and this module
 
         names = {path: name for name, path in modules.items()}
-        fusion = fuse_layers(tree, names, lambda name: quantized.layer(name).to(device), kernels)
+        fusion = fuse_layers(tree, names, lambda name: quantized.layer(name).to(device), kernels, activations)
         in_blocks, tree.svdq_fusion = fusion.linears, fusion  # type: ignore[assignment]
     for name, path in modules.items():
         if path not in in_blocks:
             parent, _, leaf = path.rpartition(".")
-            setattr(tree.get_submodule(parent), leaf, W4A4Linear(quantized.layer(name).to(device), kernels))
+            setattr(
+                tree.get_submodule(parent), leaf, W4A4Linear(quantized.layer(name).to(device), kernels, activations)
+            )
     loaded: dict[str, nn.Parameter] = {}
     for path, owner in tree.named_modules():
         if isinstance(owner, _Packed):
@@ -207,4 +276,5 @@ def load_quantized(
         generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
         tree.generation_config = generation  # type: ignore[assignment]
     tree.config.use_cache = True  # type: ignore[union-attr]
+    tree.svdq_path = _path(device, dtype, kernels, activations)  # type: ignore[assignment]
     return tree.eval()

@@ -25,13 +25,13 @@ _OPERATORS = {  # of torch, without aten:: and underscores around
 }
 CATEGORIES = {  # the first whose pattern is found in an event's name
     "attention": r"flash|fmha|attention|sdpa",
-    "GEMM": r"gemm|gemv|splitk|cutlass|cublas|xmma|nvjet|w4a4|matmul"
+    "GEMM": r"gemm|gemv|splitk|cutlass|cublas|xmma|nvjet|w4a4|wgmma|matmul"
     r"|aten::(_?linear|mm|addmm|bmm|baddbmm|einsum|dot|mv)_?$",
     **{kind: rf"^aten::_*({'|'.join(names.split())})_*$" for kind, names in _OPERATORS.items()},
     "elementwise": r"^aten::|elementwise|quantize_lora_down|rope",  # what is left of torch's operators
 }
 _KERNELS = {  # between GEMM and the operators
-    "memory": r"memcpy|memset|copy|catarray|gather|index|fillfunctor",
+    "memory": r"memcpy|memset|copy|catarray|gather|index|fillfunctor|expand_codes",
     "reduction": r"reduce|softmax|(?<!qk)norm|inv_rms",
 }
 OTHER = "other"

@@ -17,11 +17,13 @@ from torch import Tensor
 from svdq import schema
 from svdq.checkpoint import SafetensorsFile, open_file
 from svdq.config import ROTATIONS
-from svdq.errors import CheckpointError
+from svdq.errors import CheckpointError, ConfigError
 from svdq.export import DTYPES, PackedSizes, unpack_layers
 from svdq.grid import INT4_WEIGHT, unpack_nibbles
 from svdq.models import file_kind
 from svdq.rounding import ActivationTransform
+
+ACTIVATIONS = ("int4", "fp8")  # W4A4, W4A8
 
 
 @dataclass
@@ -62,8 +64,10 @@ class Layer:
 class QuantizedFile:
     """See the module. `layers`: name → (n, k, rank, group) for every linear, parts of fused ones included."""
 
-    def __init__(self, file: SafetensorsFile):
-        self.file = file
+    def __init__(self, file: SafetensorsFile, activations: str = "int4"):
+        if activations not in ACTIVATIONS:
+            raise ConfigError(f"activations={activations!r}; wanted {' or '.join(ACTIVATIONS)}")
+        self.file, self.activations = file, activations
         self.kind = file_kind(file.metadata)
         if self.kind is None:
             raise CheckpointError(
@@ -167,7 +171,7 @@ class QuantizedFile:
             tensors["proj_down"],
             tensors["proj_up"],
             tensors.get("bias"),
-            ActivationTransform(tensors.get("smooth"), self.rotation, clip),
+            self._transform(tensors.get("smooth"), clip),
         )
 
     def _unpacked(self, name: str) -> Layer:
@@ -176,8 +180,11 @@ class QuantizedFile:
         number = [part.name for part in sizes.parts].index(name)
         part = unpack_layers(tensors, sizes)[number]
         smooth = part.pop("smooth")
-        transform = ActivationTransform(smooth.float() if sizes.smooth else None, self.rotation, sizes.act_clip)
+        transform = self._transform(smooth.float() if sizes.smooth else None, sizes.act_clip)
         return Layer(name=name, transform=transform, **part)
+
+    def _transform(self, smooth: Tensor | None, clip: float) -> ActivationTransform:
+        return ActivationTransform(smooth, self.rotation, clip, self.activations == "fp8")
 
 
 def _entry(config: dict[str, Any], *path: str) -> Any:
@@ -187,5 +194,6 @@ def _entry(config: dict[str, Any], *path: str) -> Any:
     return value
 
 
-def open_quantized(path: str | Path) -> QuantizedFile:
-    return QuantizedFile(open_file(path))
+def open_quantized(path: str | Path, activations: str = "int4") -> QuantizedFile:
+    """activations: 'int4', or 'fp8' for layers with W4A8's 8-bit ones. Raises ConfigError for another name."""
+    return QuantizedFile(open_file(path), activations)

@@ -113,11 +113,12 @@ def verification_text(report: Report, most: int = 15) -> str:
             f"({path}, {types})"
         )
     lines += _hurting_most(report)
+    name = "W4A8" if report.activations == "fp8" else "W4A4"
     for output in report.outputs:
         if output.original is not None and output.quantized is not None:
             lines.append(
                 f"perplexity on {output.source} ({output.tokens:,} tokens): original {output.original:.2f}, "
-                f"W4A4 {output.quantized:.2f} ({output.quantized / output.original:.3f} x)"
+                f"{name} {output.quantized:.2f} ({output.quantized / output.original:.3f} x)"
             )
         else:
             lines.append(
@@ -273,11 +274,13 @@ def kernels_text(facts: dict[str, Any], every_kernel: bool = False) -> str:
     else:
         header = [arch + "*" * (arch in facts["devices"]) for arch in architectures]
         rows = [
-            [re.sub(r"\w+=", "", name), *(_kernel_cell(kernels[name]) for kernels in architectures.values())]
-            for name in next(iter(architectures.values()))
+            [re.sub(r"\w+=", "", name), *(_kernel_cell(name, kernels) for kernels in architectures.values())]
+            for name in dict.fromkeys(name for kernels in architectures.values() for name in kernels)
         ]
         lines.append(table(["kernel", *header], rows))
-        lines.append("registers/shared bytes, and /spill bytes where there are any; - is not compiled")
+        lines.append(
+            "registers/shared bytes, and /spill bytes where there are any; - is not compiled, a blank not for that one"
+        )
         if facts["devices"]:
             lines.append(f"* of a GPU here: {', '.join(facts['devices'])}")
     stored = size(sum(found["cubin_bytes"] for _, _, found in compiled))
@@ -286,7 +289,10 @@ def kernels_text(facts: dict[str, Any], every_kernel: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _kernel_cell(found: dict[str, int] | None) -> str:
+def _kernel_cell(name: str, kernels: dict[str, dict[str, int] | None]) -> str:
+    if name not in kernels:
+        return ""
+    found = kernels[name]
     if found is None:
         return "-"
     spill = f"/{found['spill_bytes']}" if found["spill_bytes"] else ""
@@ -357,3 +363,21 @@ def profile_text(facts: dict[str, Any]) -> str:
             f"{row['calls']:.0f}"] for row in facts["top"]]  # fmt: skip
     lines.append(table(["most time", "category", "ms", "share", "calls"], top))
     return "\n".join(lines)
+
+
+def bench_text(facts: dict[str, Any]) -> str:
+    """The rows of svdq.bench.bench, each against the first one, 16 bits eager, and against 16 bits by CUDA graph."""
+    rows = facts["rows"]
+    first = rows[0]
+    kind = first["variant"].split()[0]
+    graph = next((row for row in rows if row["variant"] == f"{kind} CUDA graph"), None)
+    bases = [base for base in (first, graph) if base]
+    header = ["variant", "ms a step", "spread", *(f"speed-up over {base['variant']}" for base in bases)]
+    header += ["linears MB", f"of {kind}'s", *(["peak MB"] if first["peak_bytes"] else [])]
+    body = []
+    for row in rows:
+        cells = [row["variant"], f"{row['ms_per_step']:.3f}", f"{row['spread_ms']:.3f}"]
+        cells += [f"{base['ms_per_step'] / row['ms_per_step']:.2f} x" for base in bases]
+        cells += [f"{row['linear_bytes'] / 1e6:.1f}", percent(row["linear_bytes"] / first["linear_bytes"])]
+        body.append(cells + ([f"{row['peak_bytes'] / 1e6:.0f}"] if row["peak_bytes"] else []))
+    return table(header, body)

@@ -21,6 +21,7 @@ from svdq.grid import INT4_ACTIVATION, Grid
 
 SCALE_FRACTIONS = tuple(round(0.60 + 0.04 * i, 2) for i in range(11))
 _CACHED_GROUPS = 512  # two buffers of 64 x 512 floats stay in a core's cache
+E4M3_MAX = 448.0  # the largest float8_e4m3fn
 SMALLEST_SCALE = 2.0**-24  # the smallest positive float16, so that no stored scale is 0
 
 
@@ -117,6 +118,18 @@ def quantize_activation(x: Tensor, clip: float = 1.0) -> tuple[Tensor, Tensor]:
     return codes.nan_to_num_(nan=0.0).to(torch.int8).flatten(-2), scales
 
 
+def quantize_activation_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8-bit activations of W4A8: x (..., k) float32, smoothed and rotated → e4m3 numbers, one scale per token.
+
+    Returns  float8_e4m3fn (..., k) and scales float32 (...), absmax / 448; a token of zeros has scale 0 and numbers 0.
+             A NaN in a token makes its scale NaN and its numbers 0; an Inf gives scale Inf and numbers 0.
+    """
+    scales = x.abs().amax(-1) / x.new_full((), E4M3_MAX)
+    inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
+    numbers = (x * inverse.unsqueeze(-1)).nan_to_num_(nan=0.0).clamp_(-E4M3_MAX, E4M3_MAX)
+    return numbers.to(torch.float8_e4m3fn), scales
+
+
 def fake_quantize_activation(x: Tensor, clip: float = 1.0) -> Tensor:
     """x̂ = code · scale, float32 (..., k): what the GEMM sees of x."""
     codes, scales = quantize_activation(x, clip)
@@ -130,11 +143,13 @@ class ActivationTransform:
     smooth    (k,) float32 > 0, or None for 1
     rotation  whether R is the 64-point Hadamard transform (else the identity)
     clip      the activation scale is clip · absmax / 7
+    values    the activations of W4A8 instead: 8-bit numbers, one scale a token, no clip
     """
 
     smooth: Tensor | None = None
     rotation: bool = False
     clip: float = 1.0
+    values: bool = False
 
     def to(self, device: torch.device) -> ActivationTransform:
         return self if self.smooth is None else replace(self, smooth=self.smooth.to(device))
@@ -158,6 +173,13 @@ class ActivationTransform:
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes int8 (..., k) and scales float32 (..., k/64) of the raw input x."""
         return quantize_activation(self.apply(x), self.clip)
+
+    def approximate(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """x̂ (..., k) of this dtype: what the GEMM sees of the raw input x. Codes and scales are float32 arithmetic."""
+        if self.values:
+            numbers, scales = quantize_activation_e4m3(self.apply(x))
+            return numbers.to(dtype) * scales.to(dtype).unsqueeze(-1)
+        return INT4_ACTIVATION.decode(*self.quantize(x), dtype)
 
     def weight(self, weight: Tensor) -> Tensor:
         """W' = W·diag(smooth)·R, the weight that x' meets; (n, k), float32 unless weight is float64."""

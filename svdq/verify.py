@@ -81,6 +81,7 @@ class Report:
     file: str
     kind: str
     kernels: str = "reference"  # or "cuda": the path of the kernel errors and of the quantized model
+    activations: str = "int4"  # or "fp8": W4A8
     structure: list[str] = field(default_factory=list)  # problems; empty = sound
     layers: list[LayerReport] = field(default_factory=list)
     outputs: list[OutputReport] = field(default_factory=list)
@@ -100,6 +101,13 @@ class Thresholds:
     kernel_error: float = 1e-5
     quantization_error: float | None = 0.5
     perplexity_ratio: float | None = None
+
+
+def check_activations(activations: str, on_store: bool, kernels: str) -> None:
+    """Raises ConfigError for 8-bit activations where only 4-bit ones can be looked at."""
+    if activations == "fp8" and (on_store or kernels == "cuda"):
+        other = "--calib: its sums are" if on_store else "--kernels cuda: its errors are"
+        raise ConfigError(f"--activations fp8, {other} of 4-bit activations; leave one out")
 
 
 def verify(
@@ -126,6 +134,7 @@ def verify(
         raise ConfigError(f"kernels={kernels!r}; wanted {' or '.join(KERNELS)}")
     if kernels == "cuda":
         require_kernels(device)
+    check_activations(quantized.activations, store is not None, kernels)
     linears = {linear.name: linear for linear in model.linears}
     for name, (n, k, _, _) in quantized.layers.items():
         linear = linears.get(name)
@@ -138,7 +147,7 @@ def verify(
     if store is not None:
         store.check_model(model.files.source_fingerprint())
     plan_changes(quantized, store, changes)  # before the long part
-    report = Report(str(quantized.file.path), str(quantized.kind), kernels)
+    report = Report(str(quantized.file.path), str(quantized.kind), kernels, quantized.activations)
     report.repairs = list(quantized.report.get("repairs", []))
     half = kernel_dtype(model, quantized) if kernels == "cuda" else None
     report.structure = check_structure(model, quantized)

@@ -1,4 +1,8 @@
-// Activations → 4-bit codes and scales in the order that the GEMM reads, and t = x · proj_down; x is read once.
+// Activations → codes and scales in the order that the GEMM reads, and t = x · proj_down.
+//
+// STORE says what a code is: NIBBLES, of 4 bits; BYTES, the same 4-bit number as e4m3; VALUES, 8 bits of e4m3 with one scale
+// a row, absmax / 448, without clip. x is read once; for VALUES, whose scale must be known first, a second time from the
+// second-level cache, and the blocks of a panel are a cluster.
 //
 // A block takes one panel of 16 rows and one share of the groups; its warps take the groups in turn. A warp has HALVES = 2
 // halves of the panel's rows, g and g+8, or, where one group's latency is all that counts, 1: two warps to a group.
@@ -9,10 +13,11 @@
 //
 //   down         proj_down, float16, in the order `down`, padded to all groups
 //   inv_smooth   (k) float32 or null
-//   codes        (panels, groups, 2, 32) uint2
-//   scales       (panels, groups, 16) float32
-//   t            (gridDim.y, panels · 16, rank) float32: partial sums of x · proj_down, one per share of the groups
-// Rows from m on and groups from k/64 on are written as zeros. A block makes RANK columns of t; a rank beyond what
+//   codes        (panels, groups, 2, 32) uint2; else e4m3 in the order `fp8`, with `rows` rows
+//   scales       (panels, groups, 16) float32; BYTES: in the order `token_scales`; VALUES: (rows)
+//   t            (gridDim.y, rows, rank) float32: partial sums of x · proj_down, one per share of the groups; row-major, else in
+//                the order `token_t`
+// Rows from m on, up to whole panels, and groups from k/64 on are written as zeros. A block makes RANK columns of t; a rank beyond what
 // registers hold is cut over gridDim.z, whose first part also makes the codes.
 //
 // A lane holds, of a row, the channels 32·ks + 8·(lane % 4) .. +7 of a group, for ks = 0, 1: a 16-byte load is one code word
@@ -20,6 +25,7 @@
 // a of x · proj_down.
 #include "common.cuh"
 
+enum Store { NIBBLES, BYTES, VALUES };
 constexpr int WARPS = 8;
 constexpr int GROUPS = WARPS * HALVES / 2;  // that a block has at a time
 constexpr int TILES = RANK / 8;
@@ -31,6 +37,20 @@ struct Input {
     long long row_stride;
     int m, k;
 };
+
+#if STORE == 2
+// All threads of the cluster: what was written to shared memory before the arrival is seen after the wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The same variable of another block of the cluster.
+__device__ __forceinline__ float load_of_block(const float* p, u32 block) {
+    u32 address;
+    float value;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(block));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+#endif
 
 // A lane's operands of one group that are older than the kernel before: read where they are used, or read ahead of the wait.
 struct Lent {
@@ -153,17 +173,37 @@ __device__ __forceinline__ void hadamard(float (&v)[2][8], int lane) {
     }
 }
 
-// Codes of eight channels in one word. Adding 1.5 · 2^23 rounds to an integer, half to even, and leaves it in the low
-// bits; the clamp may come first, its bounds being integers.
+// Adding 1.5 · 2^23 rounds to an integer, half to even, and leaves it in the low bits; the clamp may come first, its bounds
+// being integers.
+constexpr float ROUND = 12582912.f;
+__device__ __forceinline__ float clamped(float v) { return fminf(fmaxf(v, -8.f), 7.f); }
+
+// Codes of eight channels in one word.
 __device__ __forceinline__ u32 encode(const float (&v)[8], float factor) {
     u32 word = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float code = fminf(fmaxf(v[i] * factor, -8.f), 7.f) + 12582912.f;
-        word |= (__float_as_uint(code) & 0xfu) << (4 * i);
+    for (int i = 0; i < 8; i++) word |= (__float_as_uint(clamped(v[i] * factor) + ROUND) & 0xfu) << (4 * i);
+    return word;
+}
+
+#if STORE != 0
+// Four values, two channels apart, as e4m3: integers exactly, else rounded to nearest even, within ±448.
+__device__ __forceinline__ u32 encode_bytes(const float* v, float factor) {
+    u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float a = v[4 * i] * factor, b = v[4 * i + 2] * factor;
+        if (STORE == BYTES) {
+            a = (clamped(a) + ROUND) - ROUND;
+            b = (clamped(b) + ROUND) - ROUND;
+        }
+        u16 pair;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+        word |= static_cast<u32>(pair) << (16 * i);
     }
     return word;
 }
+#endif
 
 // v ← v · inv_smooth of the lane's channels.
 __device__ __forceinline__ void smooth_row(float (&v)[2][8], const Older& older) {
@@ -179,38 +219,43 @@ __device__ __forceinline__ void smooth_row(float (&v)[2][8], const Older& older)
         }
 }
 
-// One row's group of smoothed x → its codes and scale. v is overwritten.
-__device__ __forceinline__ void quantize_row(float (&v)[2][8], int rotation, float clip, int lane, uint2* code, float* row_scale) {
-    if (rotation) hadamard(v, lane);
+// The largest magnitude of one row's group, in all four lanes; NaN if one is.
+__device__ __forceinline__ float largest(const float (&v)[2][8]) {
     float most = 0.f;
 #pragma unroll
     for (int ks = 0; ks < 2; ks++)
 #pragma unroll
         for (int i = 0; i < 8; i++) most = max_nan(most, fabsf(v[ks][i]));
     most = max_nan(most, __shfl_xor_sync(FULL_WARP, most, 1));
-    most = max_nan(most, __shfl_xor_sync(FULL_WARP, most, 2));
-    if (clip != 1.f) most = most * clip;
-    const float scale = __fdiv_rn(most, 7.f);
-    float factor = scale > 0.f ? __frcp_rn(scale) : 0.f;
-    if (!(most < INFINITE && factor < INFINITE)) {  // a product may be a NaN (of the input, or 0 · Inf): code 0
-#pragma unroll
-        for (int ks = 0; ks < 2; ks++)
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const float product = v[ks][i] * factor;
-                v[ks][i] = product == product ? product : 0.f;
-            }
-        factor = 1.f;
+    return max_nan(most, __shfl_xor_sync(FULL_WARP, most, 2));
+}
+
+struct Scale {
+    float scale, factor;  // factor: the reciprocal, or 0
+    __device__ __forceinline__ void set(float most) {
+        scale = __fdiv_rn(most, STORE == VALUES ? 448.f : 7.f);
+        factor = scale > 0.f ? __frcp_rn(scale) : 0.f;
     }
-    *code = make_uint2(encode(v[0], factor), encode(v[1], factor));
-    if (lane % 4 == 0) *row_scale = scale;
+};
+
+// Makes v ready for the codes: a product may be a NaN (of the input, or 0 · Inf), its code is 0. → the factor.
+__device__ __forceinline__ float without_nan(float (&v)[2][8], float most, float factor) {
+    if (most < INFINITE && factor < INFINITE) return factor;
+#pragma unroll
+    for (int ks = 0; ks < 2; ks++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float product = v[ks][i] * factor;
+            v[ks][i] = product == product ? product : 0.f;
+        }
+    return 1.f;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     quantize_lora_down(const SCALAR* x, long long row_stride, int m, int k, int groups,
                        const uint4* __restrict__ down, const float* __restrict__ inv_smooth, int rotation, float clip,
                        const float* row_factor, const SCALAR* __restrict__ norm_weight,
-                       uint2* __restrict__ codes, float* __restrict__ scales, float* __restrict__ t, int rank) {
+                       unsigned char* __restrict__ codes, float* __restrict__ scales, float* __restrict__ t, int rank, int rows) {
     let_next_kernel_start();
     const Input in = {x, row_stride, m, k};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_half = HALVES == 1 ? warp % 2 : 0;
@@ -245,6 +290,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int h = 0; h < HALVES; h++) factor[h] = row + 8 * h < m ? row_factor[row + 8 * h] : 0.f;
 
+#if STORE == 2
+    // The largest magnitude of every row: of this block's groups, then of those of all blocks of the panel, a cluster.
+    __shared__ float warp_most[WARPS][PANEL], block_most[PANEL];
+    float row_most[2] = {};
+    for (int group = begin; group < end && group * GROUP < k; group += GROUPS) {
+        const int column = group * GROUP + lane_column;
+        older.load(lent(group));
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint4 raw[2];
+            float v[2][8];
+            load_row(raw, in, row + 8 * h, column);
+            unpack_row(v, raw, row_factor, factor[h], older);
+            if (inv_smooth) smooth_row(v, older);
+            if (rotation) hadamard(v, lane);
+            row_most[h] = max_nan(row_most[h], largest(v));
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (lane % 4 == 0) warp_most[warp][lane / 4 + 8 * h] = row_most[h];
+    __syncthreads();
+    if (threadIdx.x < PANEL) {
+        float most = 0.f;
+        for (int w = 0; w < WARPS; w++) most = max_nan(most, warp_most[w][threadIdx.x]);
+        block_most[threadIdx.x] = most;
+    }
+    cluster_arrive();
+    cluster_wait();
+    Scale row_scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        row_most[h] = 0.f;
+        for (int share = 0; share < gridDim.y; share++) row_most[h] = max_nan(row_most[h], load_of_block(&block_most[lane / 4 + 8 * h], share));
+        row_scale[h].set(row_most[h]);
+        if (warp == 0 && lane % 4 == 0 && !blockIdx.y && !blockIdx.z) scales[row + 8 * h] = row_scale[h].scale;
+    }
+#endif
+
     uint4 next[HALVES][2];
 #pragma unroll
     for (int h = 0; h < HALVES; h++) load_row(next[h], in, row + 8 * h, begin * GROUP + lane_column);
@@ -259,19 +343,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (RANK > 0)
             if (HALVES == 2 || !first_half || !few) multiply_down(sums, v[0], v[1], older);
         if (blockIdx.z) return;
-        const long long tile = static_cast<long long>(panel) * groups + group;
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-            const int half = first_half + h;
-            uint2* code = codes + (tile * 2 + half) * 32 + lane;
-            float* row_scale = scales + tile * PANEL + lane / 4 * scales_ml + half * scales_ms;
-            if (!half || !few) {
+            const int half = first_half + h, quad = lane / 4;
+            const bool used = !half || !few;
+            float most = 0.f;
+            Scale scale = {};
+            if (used) {
                 if (inv_smooth && column < k) smooth_row(v[h], older);
-                quantize_row(v[h], rotation, clip, lane, code, row_scale);
-            } else {
-                *code = make_uint2(0, 0);
-                if (lane % 4 == 0) *row_scale = 0.f;
+                if (rotation) hadamard(v[h], lane);
+#if STORE == 2
+                most = row_most[h];
+                scale = row_scale[h];
+#else
+                most = largest(v[h]);
+                if (clip != 1.f) most = most * clip;
+                scale.set(most);
+#endif
+                scale.factor = without_nan(v[h], most, scale.factor);
             }
+#if STORE == 0
+            const long long tile = static_cast<long long>(panel) * groups + group;
+            const uint2 code = used ? make_uint2(encode(v[h][0], scale.factor), encode(v[h][1], scale.factor)) : make_uint2(0, 0);
+            reinterpret_cast<uint2*>(codes)[(tile * 2 + half) * 32 + lane] = code;
+            if (lane % 4 == 0) scales[tile * PANEL + quad * scales_ml + half * scales_ms] = scale.scale;
+#else
+            const long long stage = static_cast<long long>(group / 2) * rows;
+            unsigned char* to = codes + stage * (2 * GROUP) + (panel * 2 + half) * fp8_mg + group % 2 * 2 * fp8_ks + quad * fp8_ml + lane % 4 * fp8_kl;
+#pragma unroll
+            for (int ks = 0; ks < 2; ks++)
+#pragma unroll
+                for (int parity = 0; parity < 2; parity++)
+                    *reinterpret_cast<u32*>(to + ks * fp8_ks + parity * fp8_kp) = used ? encode_bytes(v[h][ks] + parity, scale.factor) : 0u;
+            if (STORE == BYTES && lane % 4 == 0)
+                scales[stage * 2 + panel * token_scales_ma + group % 2 * token_scales_kg + quad / 2 * token_scales_mc + half * token_scales_mb + quad % 2] = scale.scale;
+#endif
         }
     };
     if (HALVES == 1) {
@@ -282,6 +388,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             use_group(group);
         }
     }
+
+#if STORE == 2
+    cluster_arrive();  // this block has read the others' largest magnitudes
+#endif
 
     // The warps' sums, added in the order of the warps: the same bits in every run.
     constexpr int WIDTH = RANK % 32 ? 16 : 32;
@@ -302,8 +412,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             float sum = 0.f;
 #pragma unroll
             for (int g = 0; g < GROUPS; g++) sum += partial[g][i / WIDTH][i % WIDTH];
-            const long long at = static_cast<long long>(blockIdx.y * gridDim.x + panel) * PANEL + i / WIDTH;
-            t[at * rank + blockIdx.z * RANK + first + i % WIDTH] = sum;
+            const int row = panel * PANEL + i / WIDTH, column = blockIdx.z * RANK + first + i % WIDTH;
+#if STORE == 0
+            t[(static_cast<long long>(blockIdx.y) * rows + row) * rank + column] = sum;
+#else
+            const long long tile = static_cast<long long>(blockIdx.y) * (rank / 16) + column / 16;
+            t[tile * rows * 16 + row / 8 * token_t_mp + column / 8 % 2 * token_t_jh + row % 8 * token_t_ml + column % 8] = sum;
+#endif
         }
     }
+#if STORE == 2
+    cluster_wait();  // the others have read this block's
+#endif
 }

@@ -6,7 +6,8 @@
 //
 //   codes     (panels, groups, 2, 32) uint2        written by quantize_lora_down
 //   scales    (panels, groups, 16) float32
-//   t         (shares, panels · 16, rank) float32  their sum over shares is x · proj_down
+//   t         (shares, panels · 16, t_rank) float32, their sum over shares is x · proj_down; columns from first_rank[n tile]
+//             on are those of the tile's proj_up, from 0 if that is null
 //   qweight   packed weight codes, (n tiles, groups, 8, 32) uint4
 //   wscales   packed float16, (n tiles, groups, 128)
 //   up        packed float16 proj_up, (n tiles · 8, rank / 16, 32) uint4
@@ -37,7 +38,8 @@ static_assert(sizeof(Stage) % 16 == 0 && sizeof(Shared) <= 48 * 1024, "static sh
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     w4a4_gemm_lora(const uint4* __restrict__ codes, const float* __restrict__ scales, const float* __restrict__ t, int shares,
                    const uint4* __restrict__ qweight, const u16* __restrict__ wscales, const uint4* __restrict__ up,
-                   const float* __restrict__ bias, OUT* __restrict__ y, int m, int n, int groups, int rank) {
+                   const float* __restrict__ bias, OUT* __restrict__ y, int m, int n, int groups, int rank,
+                   int t_rank, const int* __restrict__ first_rank) {
     __shared__ __align__(16) Shared shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int panels = (m + PANEL - 1) / PANEL;
@@ -115,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
 
     // Low rank: t in two tf32 parts, 22 bits of it; proj_up is exact in tf32. Slot c of the product is column 2c, slot
     // c+4 is column 2c + 1, which are one float2 of t and one packed pair of proj_up.
-    const int first_strip = column_tile * (TILE / PANEL) + warp_strip;
+    const int first_strip = column_tile * (TILE / PANEL) + warp_strip, first = first_rank ? first_rank[column_tile] : 0;
 #pragma unroll
     for (int p = 0; p < 2; p++) {
         const int panel = min(row_tile * (TILE / PANEL) + warp_panel + p, panels - 1);
@@ -125,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
             float high[2][4], low[2][4];  // [8 columns of t][operand a]
 #pragma unroll
             for (int i = 0; i < 4; i++) {  // [8 columns][row g, g+8]
-                const u32 at = (row + i % 2 * 8) * rank + tile * 16 + i / 2 * 8 + lane % 4 * 2;
+                const u32 at = (row + i % 2 * 8) * t_rank + first + tile * 16 + i / 2 * 8 + lane % 4 * 2;
                 float pair[2] = {0.f, 0.f};
 #pragma unroll 1
                 for (int share = 0; share < shares; share++) {
-                    const float2 part = *reinterpret_cast<const float2*>(t + (share * panels * PANEL * rank + at));
+                    const float2 part = *reinterpret_cast<const float2*>(t + (share * panels * PANEL * t_rank + at));
                     pair[0] += part.x;
                     pair[1] += part.y;
                 }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_low_rank(float (&sums)[4], float2 t, u32 up_
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     w4a4_small_m(const uint2* codes, const float* scales, const float* t, int shares, const uint4* __restrict__ qweight,
                  const u16* __restrict__ wscales, const u32* __restrict__ up, const float* __restrict__ bias, OUT* y, int m,
-                 int n, int groups, int rank) {
+                 int n, int groups, int rank, int t_rank, const int* __restrict__ first_rank) {
     __shared__ float2 partial[WARPS][HALVES][4][PAIR_STRIDE];  // [warp][half of the rows][pair of rows][column]
     let_next_kernel_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_strip = blockIdx.x * STRIPS;
@@ -91,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = threadIdx.x * 32; i < STRIPS * rank * 8; i += THREADS * 32) prefetch(block_up + i);
     const int column = threadIdx.x % COLUMNS, pair = threadIdx.x / COLUMNS;  // of two outputs of this thread
     const int channel = first_strip * 16 + column / 16 * channel_na + column / 8 % 2 * channel_nb + column % 8 / 2 * channel_nc + column % 2;
+    const int first = first_rank ? first_rank[first_strip / 8] : 0;  // column of t
     if (bias && threadIdx.x == 0) prefetch(bias + first_strip * channel_na);
     wait_for_previous_kernel();
 
@@ -117,14 +118,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int work = warp; work < items * slices; work += WARPS) {
         const int item = work % items, strip = item % STRIPS, part = item / STRIPS % 2, rank_tile = item / STRIPS / 2;
         const u32* words = block_up + strip * rank * 8 + rank_tile * 128 + lane * 4 + part;
-        const float* from = t + lane / 4 * rank + rank_tile * 16 + part * 8 + lane % 4 * 2;
+        const float* from = t + lane / 4 * t_rank + first + rank_tile * 16 + part * 8 + lane % 4 * 2;
         const u32 up_first = words[0], up_second = words[2];
         float2 sum[HALVES] = {};
 #pragma unroll 4
         for (int share = work / items; share < shares; share += slices)
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
-                const float2 v = *reinterpret_cast<const float2*>(from + (share * PANEL + half * 8) * rank);
+                const float2 v = *reinterpret_cast<const float2*>(from + (share * PANEL + half * 8) * t_rank);
                 sum[half].x += v.x;
                 sum[half].y += v.y;
             }

@@ -50,7 +50,7 @@ def test_help_shows_the_default_of_every_option_that_has_one(svdq, command):
 @pytest.mark.parametrize(("command", "shown"), [
     ("calibrate", ["128", "512", "1024", "quality", "0.75", "hadamard64", "0.85", "auto"]),
     ("quantize", ["128", "512", "quality", "16", "64", "3", "K / tokens, 0.01 to 0.5", "output", "auto"]),
-    ("verify", ["16", "512", "0.5", "1e-05", "unchecked", "reference", "auto"]),
+    ("verify", ["16", "512", "0.5", "1e-05", "unchecked", "reference", "int4", "auto"]),
     ("export-packed", ["mma", "float16", "svdq"]),
 ])  # fmt: skip
 def test_help_shows_the_defaults_of_the_method(svdq, command, shown):
@@ -112,6 +112,7 @@ def model(toy):
     (["verify", "OUT"], ["--model"]),
     (["verify", "nowhere", "--model", "MODEL"], ["nowhere"]),
     (["verify", "FILE", "--model", "MODEL", "--kernels", "fast"], ["--kernels", "fast", "reference", "cuda"]),
+    (["verify", "FILE", "--model", "MODEL", "--calib", "X", "--activations", "fp8"], ["--activations fp8", "--calib"]),
     (["verify", "FILE", "--model", "MODEL", "--what-if", "rank=32"], ["--what-if 'rank=32'", "--calib CALIB_DIR"]),
     (["verify", "FILE", "--model", "MODEL", "--calib", "X", "--what-if", "clip=1"], ["'clip'", "rank, group_size"]),
     (["verify", "FILE", "--model", "MODEL", "--calib", "absent", "--what-if", "rank=8"], ["absent", "svdq calibrate"]),

@@ -1,19 +1,22 @@
 """svdq kernels: what is compiled, compiling ahead of time, and one line for what cannot be."""
 
+import itertools
 import json
 import re
 import sys
 
 import pytest
 
+from svdq import report
 from svdq.kernels import compile as kernels
 from svdq.kernels import launch
-from svdq.kernels.compile import ARCHITECTURES, Compiled, Kernel, Resources, all_kernels
+from svdq.kernels.compile import ARCHITECTURES, HOPPER, Compiled, Kernel, Resources, all_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
 
 SMALL = [kernels.inv_rms_kernel("f16"), kernels.inv_rms_kernel("bf16")]
-EVERY = len(all_kernels()) * len(ARCHITECTURES)
+KERNELS = {arch: all_kernels(arch) for arch in ARCHITECTURES}
+EVERY = sum(map(len, KERNELS.values()))
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,7 @@ def full_cache(own_cache, kernel_cache, monkeypatch):
 @pytest.fixture
 def two_kernels(monkeypatch):
     """As if the package had two small kernels."""
-    monkeypatch.setattr(kernels, "all_kernels", lambda: SMALL)
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: SMALL)
 
 
 def short(kernel):
@@ -42,9 +45,17 @@ def short(kernel):
 
 
 def rows(text):
-    """Kernel → the cells of its row."""
-    lines = [re.split(r"\s{2,}", line) for line in text.splitlines()]
-    return {line[0]: line[1:] for line in lines if line[0] in {"kernel", *map(short, all_kernels())}}
+    """Kernel → the cells of its row. A cell ends where its column's header does, and may be blank."""
+    lines = text.splitlines()
+    ends = [found.end() for found in re.finditer(r"\S+", lines[0])]
+    names = {"kernel", *map(short, all_kernels(HOPPER))}
+    cells = {}
+    for line in lines:
+        name = re.split(r"\s{2,}", line)[0]
+        if name in names:
+            rest = line[len(name) :].rjust(len(line))
+            cells[name] = [rest[start:end].strip() for start, end in itertools.pairwise(ends)]
+    return cells
 
 
 # ---- the list
@@ -53,8 +64,11 @@ def rows(text):
 def test_an_empty_cache_lists_every_kernel_as_not_compiled(svdq, own_cache):
     result = svdq("kernels")
     assert (result.code, result.err) == (0, "")
-    wanted = {short(kernel): ["-"] * len(ARCHITECTURES) for kernel in all_kernels()}
+    wanted = {
+        short(kernel): ["-" if kernel in KERNELS[arch] else "" for arch in ARCHITECTURES] for kernel in KERNELS[HOPPER]
+    }
     assert rows(result.out) == {"kernel": list(ARCHITECTURES)} | wanted
+    assert "- is not compiled, a blank not for that one\n" in result.out
     version = ".".join(map(str, kernels.compiler_version()))
     assert result.out.splitlines()[-1] == f"{own_cache}: 0 of {EVERY} compiled by NVRTC {version}, 0 B"
     assert not own_cache.exists()
@@ -63,11 +77,26 @@ def test_an_empty_cache_lists_every_kernel_as_not_compiled(svdq, own_cache):
 def test_a_full_cache_lists_registers_and_shared_bytes(svdq, full_cache):
     out = svdq("kernels").out
     assert f": {EVERY} of {EVERY} compiled by NVRTC" in out.splitlines()[-1]
-    for kernel in all_kernels():
-        for arch, cell in zip(ARCHITECTURES, rows(out)[short(kernel)], strict=True):
+    table = rows(out)
+    for kernel in KERNELS[HOPPER]:
+        for arch, cell in zip(ARCHITECTURES, table[short(kernel)], strict=True):
+            if kernel not in KERNELS[arch]:
+                assert cell == ""
+                continue
             entry = kernels.cached_file(kernel, arch).read_bytes()
             numbers = json.loads(entry[len(b"svdq-cubin-1\n") + 32 :].partition(b"\n")[0])
             assert cell.split("/")[:2] == [str(numbers["registers"]), str(numbers["shared_bytes"])]
+
+
+@pytest.mark.parametrize("order", [["sm_90a", "sm_89"], ["sm_89", "sm_90a"]])
+def test_an_architecture_of_its_own_kernels_may_stand_first(order):
+    facts = kernels.inventory(order)
+    text = report.kernels_text(facts)
+    blank = {name: [cell == "" for cell in row] for name, row in rows(text).items() if name != "kernel"}
+    own = {short(kernel) for kernel in set(KERNELS[HOPPER]) - set(KERNELS["sm_89"])}
+    assert blank == {name: [name in own and arch == "sm_89" for arch in order] for name in map(short, KERNELS[HOPPER])}
+    total = len(KERNELS[HOPPER]) + len(KERNELS["sm_89"])
+    assert f": 0 of {total} compiled" in text.splitlines()[-1]
 
 
 def test_the_table_fits_120_columns_beside_another_gpu(svdq, monkeypatch):
@@ -173,7 +202,8 @@ def test_the_json_report_has_every_number(svdq, two_kernels, own_cache, tmp_path
 def test_json_on_standard_output_stands_there_alone(svdq):
     report = json.loads(svdq("kernels", "--json", "-").out)
     assert list(report["architectures"]) == sorted(ARCHITECTURES)
-    assert {tuple(kinds) for kinds in report["architectures"].values()} == {tuple(sorted(map(str, all_kernels())))}
+    wanted = {arch: sorted(map(str, listed)) for arch, listed in KERNELS.items()}
+    assert {arch: list(kinds) for arch, kinds in report["architectures"].items()} == wanted
     assert {found for kinds in report["architectures"].values() for found in kinds.values()} == {None}
 
 
@@ -204,7 +234,7 @@ def test_build_refuses_a_cache_that_cannot_be_written(refused, two_kernels, monk
 
 
 def test_a_kernel_that_does_not_compile_is_an_error_not_a_traceback(svdq, monkeypatch):
-    monkeypatch.setattr(kernels, "all_kernels", lambda: [Kernel("inv_rms", (("SCALAR", "f17"),))])
+    monkeypatch.setattr(kernels, "all_kernels", lambda arch: [Kernel("inv_rms", (("SCALAR", "f17"),))])
     result = svdq("kernels", "--build", "sm_89")
     assert result.code == 2
     assert result.err.startswith("svdq: inv_rms<SCALAR=f17>: NVRTC") and "Traceback" not in result.err

@@ -106,6 +106,17 @@ inline uint32_t bfloat_of_float(float f) {
 inline float2 host_widen(uint32_t pair) { return {float_of_half(pair & 0xffff), float_of_half(pair >> 16)}; }
 inline uint32_t host_narrow_half(float a, float b) { return half_of_float(a) | half_of_float(b) << 16; }
 inline uint32_t host_narrow_bfloat(float a, float b) { return bfloat_of_float(a) | bfloat_of_float(b) << 16; }
+// Round to nearest even, at most ±448; a NaN has all bits but the sign.
+inline uint32_t e4m3_of_float(float f) {
+    if (f != f) return 0x7f;
+    const float size = min(std::fabs(f), 448.f);
+    const int exponent = size < 0x1p-6f ? -6 : std::ilogb(size);
+    const int eighths = static_cast<int>(std::nearbyint(std::ldexp(size, 3 - exponent)));
+    return (std::signbit(f) ? 0x80 : 0) | ((exponent + 6) * 8 + eighths);
+}
+inline uint32_t host_narrow_e4m3(float a, float b) { return e4m3_of_float(a) | e4m3_of_float(b) << 8; }
+// Every byte's top bit, eight times.
+inline uint32_t host_byte_signs(uint32_t word) { return (word >> 7 & 0x01010101u) * 255; }
 inline float host_max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
 inline void host_copy_async(void* to, const void* from) { memcpy(to, from, 16); }
 

@@ -1,5 +1,8 @@
 """Run a kernel's own text on the CPU: emulate.hpp gives CUDA's words and, for each instruction, the same in C++.
 
+Of a cluster of blocks one block is all. Hopper's product is not run: of hopper.cuh, which is instructions alone,
+nothing is left.
+
 What this shows without a GPU: fragment and memory orders, edges, barriers that all threads reach, and arithmetic, but
 for the order of sums inside one tensor-core product; under ThreadSanitizer also a barrier that is missing (races.py).
 What it cannot: asynchronous copies that have not arrived.
@@ -41,13 +44,30 @@ INSTRUCTIONS = {
     "void wait_for_previous_kernel()": "",
 }
 
+# Of single kernels: functions, and statements.
+INSTRUCTIONS_OF_SOME = {
+    "void cluster_arrive()": "",
+    "void cluster_wait()": "__syncthreads();",
+    "float load_of_block(const float* p, u32 block)": "return *p;",
+}
+STATEMENTS = {
+    'asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));': "pair = host_narrow_e4m3(a, b);",
+    'asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(mask) : "r"(signs));': "mask = host_byte_signs(signs);",
+}
+
 
 def host_text(kernel: Kernel) -> str:
     """C++ with a function `run`: the grid and threads, then the kernel's own parameters."""
-    text = re.sub(r"^#line.*$", "", source(kernel), flags=re.MULTILINE)
-    for signature, body in INSTRUCTIONS.items():
+    parts = re.split(r"^#line (\d+) (.*)$", source(kernel), flags=re.MULTILINE)  # …, line, file, text, …
+    places = zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
+    text = "".join(part for line, file, part in places if file != '"hopper.cuh"' or line == "1")
+    for statement, host in STATEMENTS.items():
+        text = text.replace(statement, host)
+    for signature, body in (INSTRUCTIONS | INSTRUCTIONS_OF_SOME).items():
         start = text.find(f"__device__ __forceinline__ {signature} {{")
-        assert start >= 0, f"common.cuh has no function {signature}"
+        if start < 0:
+            assert signature in INSTRUCTIONS_OF_SOME, f"common.cuh has no function {signature}"
+            continue
         line = text.index("\n", start)
         end = line if text[line - 1] == "}" else text.index("\n}", start) + 2
         text = f"{text[:start]}inline {signature} {{ {body} }}{text[end:]}"
@@ -69,7 +89,8 @@ class Emulator:
         self.folder, self.architecture, self.flags = folder, architecture, flags
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
-    def launch(self, kernel, device, grid, threads, arguments, *, early=False):
+    def launch(self, kernel, device, grid, threads, arguments, *, early=False, cluster=()):
+        assert all(blocks == 1 for blocks in cluster)
         if kernel not in self.libraries:
             self.libraries[kernel] = self._build(kernel)
         sizes = [*grid, 1, 1][:3]

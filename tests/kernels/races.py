@@ -1,7 +1,7 @@
-"""Every kernel with a barrier, emulated under ThreadSanitizer: python races.py FOLDER [FILE TEXT]
+"""Every kernel with a barrier, emulated under ThreadSanitizer: python races.py FOLDER [FILE TEXT BARRIER]
 
-test_races.py starts it with the sanitizer's runtime preloaded. With FILE and TEXT, that text of that source is left out
-first: a barrier, to see that its absence is found.
+Not w4_wgmma_lora, which is not emulated. test_races.py starts it with the sanitizer's runtime preloaded. With FILE,
+TEXT and BARRIER, the barrier in that text of that source is left out first, to see that its absence is found.
 """
 
 import sys
@@ -11,27 +11,27 @@ import emulate
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import ops
+from svdq.kernels import hopper, ops
 from svdq.linear import W4A4Linear
 from svdq.quantized import Layer
 from svdq.rounding import ActivationTransform
 
 SHAPES = {  # (m, n, k, rank) that reach every barrier of a source
-    "quantize_lora_down.cu": [(17, 24, 192, 64)],
-    "w4a4_gemm_lora.cu": [(20, 40, 320, 16)],
-    "w4a4_small_m.cu": [(16, 16, 576, 64)],
+    "quantize_lora_down.cu": (17, 24, 192, 64),
+    "w4a4_gemm_lora.cu": (20, 40, 320, 16),
+    "w4a4_small_m.cu": (16, 16, 576, 64),
 }
 
 
-def leave_out(file, text):
+def leave_out(file, text, barrier):
     read = kernels._read_source
 
     def without(name):
         found = read(name)
         if name != file:
             return found
-        assert text in found
-        return found.replace(text, "//")
+        assert found.count(text) == 1 and text.count(barrier) == 1
+        return found.replace(text, text.replace(barrier, ";"))
 
     kernels._read_source = without
 
@@ -39,14 +39,15 @@ def leave_out(file, text):
 def main(folder, *left_out):
     if left_out:
         leave_out(*left_out)
-    ops.launch = emulate.Emulator(Path(folder), 900, ("-fsanitize=thread", "-g")).launch
+    ops.launch = hopper.launch = emulate.Emulator(Path(folder), 900, ("-fsanitize=thread", "-g")).launch
+    hopper.require, hopper._shares = lambda device: None, lambda m, groups: 1
     generator = torch.Generator().manual_seed(0)
 
     def uniform(*shape):
         return torch.rand(shape, generator=generator)
 
-    shapes = SHAPES[left_out[0]] if left_out else [shape for shapes in SHAPES.values() for shape in shapes]
-    for m, n, k, rank in shapes:
+    for file in left_out[:1] or SHAPES:
+        m, n, k, rank = SHAPES[file]
         codes = torch.randint(-7, 8, (n, k), generator=generator, dtype=torch.int8)
         scales = (uniform(n, k // 64) * 0.01 + 0.001).half()
         projections = uniform(k, rank).half(), uniform(n, rank).half()
@@ -55,7 +56,11 @@ def main(folder, *left_out):
         x = uniform(m, k).half()
         factor = ops.inv_rms(x, 1e-6)
         packed = (linear.down, linear.inv_smooth, True, 0.85)
-        operands = ops.quantize_lora_down(x, *packed, factor, torch.ones(k, dtype=torch.float16))
+        norm = factor, torch.ones(k, dtype=torch.float16)
+        operands = ops.quantize_lora_down(x, *packed, *norm)
+        if file == "quantize_lora_down.cu":
+            for values in (False, True):
+                hopper.quantize_lora_down_e4m3(x, *packed, *norm, values)
         ops.w4a4_gemm_lora(*operands, linear.qweight, linear.wscales, linear.up, None, m, n, torch.float32)
     print("ran to the end")
 

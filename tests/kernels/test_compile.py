@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels.compile import ARCHITECTURES, Kernel, KernelError, all_kernels, cached_file, compile_kernel
+from svdq.kernels import hopper
+from svdq.kernels.compile import ARCHITECTURES, HOPPER, Kernel, KernelError, all_kernels, cached_file, compile_kernel
 from svdq.kernels.layout import MMA
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
 
 SMALL = kernels.inv_rms_kernel("f16")  # the quickest to compile
-EVERY = [(kernel, arch) for kernel in all_kernels() for arch in ARCHITECTURES]
+WGMMA = [kernel for kernel in all_kernels(HOPPER) if kernel.name == "w4_wgmma_lora"]
+EVERY = [(kernel, arch) for arch in ARCHITECTURES for kernel in all_kernels(arch)]
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +101,74 @@ def test_a_stride_is_how_far_apart_neighbours_in_a_digit_are_packed(name, tiles)
     ("channel", "nt na nc nd nb", "order of the bias"),
     ("down", "kt jb kl jl ks kp kd", "order of the down projection"),
     ("lora_up", "nt jt nl jc jb nb jd", "order of the up projection"),
+    ("fp8", "kt mg kp ks ml kl kb", "order of the 8-bit activations"),
+    ("fp8", "kt mg ks kp kl ml kb", "order of the 8-bit activations"),
+    ("token_scales", "kt ma kg mb mc md", "order of the scales"),
+    ("token_scales", "kt kg ma mc mb md", "order of the scales"),
+    ("token_t", "jt mp ml jh jc je", "order of t"),
+    ("token_t", "mp jt jh ml jc je", "order of t"),
 ])  # fmt: skip
 def test_a_changed_order_does_not_compile(monkeypatch, name, stored, message):
     assert sorted(stored.split()) == sorted(MMA[name].stored.split()) and stored != MMA[name].stored
     monkeypatch.setitem(MMA, name, dataclasses.replace(MMA[name], stored=stored))
+    of_hopper = name in ("fp8", "token_scales", "token_t")
     with pytest.raises(KernelError, match=message):
-        compile_kernel(SMALL, "sm_80")
+        compile_kernel(*((WGMMA[0], HOPPER) if of_hopper else (SMALL, "sm_80")))
+
+
+# ---- how hopper's product is cut up
+
+
+def constants_of(kernel, statements):
+    """Compiles the constants of a kernel with more after them, without the kernel."""
+    head = kernels.source(kernel).partition("extern __shared__")[0]
+    kernels._nvrtc(f'{head}\n{statements}\nextern "C" __global__ void nothing() {{}}', "constants.cu", HOPPER)
+
+
+SIZES = [(m, token_scale, size) for m in (17, 4096) for token_scale in (False, True) for size in (2, 4)]
+
+
+@pytest.mark.parametrize(("m", "token_scale", "size"), SIZES)
+def test_the_shared_memory_of_a_launch_is_what_stages_and_rows_take(m, token_scale, size):
+    tile = kernels.hopper_tile(m, token_scale, size)
+    kernel = kernels.wgmma_kernel("f32" if size == 4 else "f16", tile)
+    assert kernel in WGMMA
+    bytes_ = "STAGES * STAGE_BYTES + 4 * ROWS_BYTES"
+    constants_of(kernel, f'static_assert({bytes_} == {tile.shared_bytes}, "shared memory");')
+    with pytest.raises(KernelError, match="shared memory"):
+        constants_of(kernel, f'static_assert({bytes_} == {tile.shared_bytes - 16}, "shared memory");')
+
+
+@pytest.mark.parametrize(("m", "token_scale", "size"), SIZES)
+def test_a_pipeline_has_at_least_three_stages_and_no_room_for_more(m, token_scale, size):
+    tile = kernels.hopper_tile(m, token_scale, size)
+    constants_of(
+        kernels.wgmma_kernel("f32" if size == 4 else "f16", tile),
+        f'static_assert(STAGES == 5 || {tile.shared_bytes} + STAGE_BYTES > {kernels.HOPPER_SHARED_BYTES}, "room");',
+    )
+    assert 3 <= tile.stages <= 5 and tile.shared_bytes <= kernels.HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("m", [1, 17, 1024, 1025, 100_000])
+@pytest.mark.parametrize("token_scale", [False, True])
+def test_the_product_has_room_for_as_many_shares_of_t_as_the_quantizer_makes(m, token_scale):
+    kernel = kernels.wgmma_kernel("f16", kernels.hopper_tile(m, token_scale, 2))
+    most = max(hopper._shares(m, groups) for groups in range(1, 1000))
+    constants_of(kernel, f'static_assert({most} <= SHARES && THREADS == {hopper.THREADS}, "shares");')
+
+
+def test_padded_rows_are_whole_tiles():
+    for m in (1, 64, 129, 385, 1024, 1025, 5000):
+        for token_scale in (False, True):
+            rows, tokens = hopper._rows(m), kernels.hopper_tile(m, token_scale, 2).tokens
+            assert m <= rows < m + hopper.PAD_ROWS and rows % tokens == 0
+
+
+def test_hoppers_products_are_not_serialized():
+    """The assembler says so in its log if it could not leave them in flight, to no other effect than time."""
+    for kernel in WGMMA[:4]:
+        _, log = kernels._nvrtc(kernels.source(kernel), "w4_wgmma_lora.cu", HOPPER, no_cache=True)
+        assert "Used 96 registers" in log and "serialized" not in log, kernel
 
 
 # ---- the cache
@@ -196,7 +260,7 @@ def test_two_processes_may_compile_one_kernel_at_once(own_cache, tmp_path):
         kernels.cuda_core()
         print("ready", flush=True)
         input()
-        print(kernels.compile_kernel(kernels.all_kernels()[0], "sm_80").from_cache)
+        print(kernels.compile_kernel(kernels.all_kernels("sm_80")[0], "sm_80").from_cache)
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **pipes) for _ in range(2)]
@@ -206,8 +270,8 @@ def test_two_processes_may_compile_one_kernel_at_once(own_cache, tmp_path):
         process.stdin.flush()
     assert [process.communicate(timeout=60)[0] for process in both] == ["False\n"] * 2
     assert [process.returncode for process in both] == [0, 0]
-    assert list(own_cache.iterdir()) == [cached_file(all_kernels()[0], "sm_80")]
-    assert kernels.cached(all_kernels()[0], "sm_80")
+    assert list(own_cache.iterdir()) == [cached_file(all_kernels("sm_80")[0], "sm_80")]
+    assert kernels.cached(all_kernels("sm_80")[0], "sm_80")
 
 
 def test_threads_may_be_the_first_to_compile_at_once(python, own_cache):
@@ -261,6 +325,14 @@ def fresh():
 def test_an_architecture_is_named_after_the_capability():
     found = [kernels.architecture(pair) for pair in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]
     assert found == ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
+
+
+def test_other_architectures_have_the_kernels_that_hopper_has_besides_its_own():
+    lists = {arch: set(all_kernels(arch)) for arch in (*ARCHITECTURES, "sm_87", "sm_103a")}
+    portable = lists["sm_80"]
+    assert all(found == portable for arch, found in lists.items() if arch != HOPPER)
+    assert portable < lists[HOPPER]
+    assert kernels.architecture(hopper.CAPABILITY) == HOPPER
 
 
 def test_an_old_gpu_is_refused_with_what_to_do():
@@ -324,6 +396,40 @@ def test_a_user_without_a_home_directory_is_told_of_the_variable(monkeypatch):
         kernels.cache_dir()
 
 
+def test_a_log_that_is_missing_is_asked_for_once_more(monkeypatch):
+    """NVRTC answers from a cache of its own, without the log, what was compiled before."""
+    calls = []
+
+    def forgetful(*arguments, **options):
+        calls.append((arguments, options))
+        return b"\x7fELF", "ptxas info: Used 30 registers, 16 bytes smem" if options else ""
+
+    monkeypatch.setattr(kernels, "_nvrtc", forgetful)
+    built = compile_kernel(SMALL, "sm_80")
+    assert (built.resources.registers, built.resources.shared_bytes) == (30, 16)
+    assert [options for _, options in calls] == [{}, {"no_cache": True}]
+    assert calls[0][0] == calls[1][0]
+
+
+def test_a_log_that_is_there_is_taken(monkeypatch):
+    calls, nvrtc = [], kernels._nvrtc
+
+    def counted(*arguments, **options):
+        calls.append(options)
+        cubin, log = nvrtc(*arguments, no_cache=True)
+        return cubin, log
+
+    monkeypatch.setattr(kernels, "_nvrtc", counted)
+    assert compile_kernel(SMALL, "sm_80").resources.registers > 0
+    assert calls == [{}]
+
+
+def test_a_log_without_registers_is_an_error(monkeypatch):
+    monkeypatch.setattr(kernels, "_nvrtc", lambda *arguments, **options: (b"\x7fELF", ""))
+    with pytest.raises(KernelError, match=r"^inv_rms<SCALAR=f16>: the compiler's log names no registers: ''"):
+        compile_kernel(SMALL, "sm_80")
+
+
 def test_the_oldest_compiler_accepts_every_kernel():
     """CUDA 12.6's: that of the oldest torch that svdq takes. It knows fewer forms of C++ than the newest."""
     found = (f.locate() for f in metadata.files("nvidia-cuda-nvrtc-cu12") if f.name.startswith("libnvrtc.so"))
@@ -340,4 +446,4 @@ def test_the_oldest_compiler_accepts_every_kernel():
         return status and f"{kernel}: {text.value.decode()}"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        assert [text for text in pool.map(log, kernels.all_kernels()) if text] == []
+        assert [text for text in pool.map(log, all_kernels(HOPPER)) if text] == []

@@ -1,7 +1,7 @@
 """Every kernel, compiled for every listed architecture: what it takes of a multiprocessor, and its instructions.
 
 No GPU is needed. Instructions and parameters are what NVIDIA's disassembler reads in the cubins; threads and
-arguments are what svdq.kernels.ops hands to a launch.
+arguments are what the operators hand to a launch.
 """
 
 import dataclasses
@@ -17,13 +17,20 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import ops, quantizer
-from svdq.kernels.compile import ARCHITECTURES, all_kernels
+from svdq.kernels import hopper, ops, quantizer
+from svdq.kernels.compile import ARCHITECTURES, HOPPER, all_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
 
-EVERY = [(kernel, arch) for kernel in all_kernels() for arch in ARCHITECTURES]
-HALF = [(kernel, arch) for kernel, arch in EVERY if "f16" in dict(kernel.constants).values()]
+EVERY = [(kernel, arch) for arch in ARCHITECTURES for kernel in all_kernels(arch)]
+
+
+def differs_in_conversions_alone(kernel):
+    """From the kernel for float16. Of w4_wgmma_lora the output's type changes the pipeline too."""
+    return kernel.name != "w4_wgmma_lora" and {"bf16", "f32"} & set(dict(kernel.constants).values())
+
+
+READ = [(kernel, arch) for kernel, arch in EVERY if not differs_in_conversions_alone(kernel)]
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +47,12 @@ class Disassembly:
     threads: int  # that a block may have
     parameters: list[int]  # their sizes in bytes
     instructions: list[str]  # in their order
+    registers: list[int]  # that threads ask for on the way, in falling order
 
 
 @pytest.fixture(scope="session")
 def disassembled(compiled, tmp_path_factory):
-    """(kernel, architecture) → Disassembly, by nvdisasm, of float16: other types differ in conversions alone."""
+    """(kernel, architecture) of READ → Disassembly, by nvdisasm."""
     program = next(str(f.locate()) for f in metadata.files("nvidia-cuda-nvdisasm") if f.name == "nvdisasm")
     directory = tmp_path_factory.mktemp("cubins")
 
@@ -64,32 +72,52 @@ def disassembled(compiled, tmp_path_factory):
             re.search(r"\.target\s+(\w+)", text)[1],
             int(bound[1], 16) if bound else 65536 // (-(-compiled[pair].resources.registers // 8) * 8) // 32 * 32,
             [parameters[i] for i in range(len(parameters))],
-            re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.MULTILINE),
+            re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)", text, re.MULTILINE),
+            sorted((int(n, 16) for n in re.findall(r"USETMAXREG\S+ (?:UP\d, )?0x(\w+)", text)), reverse=True),
         )
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(HALF, pool.map(read, HALF), strict=True))
+        return dict(zip(READ, pool.map(read, READ), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    module: str  # whose operator it was
+    threads: int
+    sizes: list[int]  # of the arguments, in bytes
+    early: bool
+    shared_bytes: int
+    grid: tuple[int, ...]
+    cluster: tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def recorded():
-    """(launches, early_kernels): see the two fixtures."""
-    seen, early_ones = {}, set()
+def launches():
+    """Kernel → what the operators ask for, over ranks and sizes."""
+    seen = {}
 
-    def record(kernel, device, grid, threads, arguments, *, early=False):
-        if early:
-            early_ones.add(kernel)
-        sizes = [
-            a.itemsize if isinstance(a, np.generic) else 4 if isinstance(a, (int, float)) else 8 for a in arguments
-        ]
-        seen.setdefault(kernel, []).append((threads, sizes))
+    def recorder(module):
+        def record(kernel, device, grid, threads, arguments, *, early=False, shared_bytes=0, cluster=()):
+            sizes = [
+                a.itemsize if isinstance(a, np.generic) else 4 if isinstance(a, (int, float)) else 8 for a in arguments
+            ]
+            seen.setdefault(kernel, []).append(
+                Launch(module.__name__, threads, sizes, early, shared_bytes, grid, cluster)
+            )
+
+        return record
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    def weight(n, k, rank):
+        return empty(n, k // 2, dtype=torch.int8), empty(k // 64, n).half(), empty(n, rank).half(), None
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "launch", record)
-        patch.setattr(quantizer, "launch", record)
+        for module in (ops, hopper, quantizer):
+            patch.setattr(module, "launch", recorder(module))
+        patch.setattr(hopper, "require", lambda device: None)
+        patch.setattr(hopper, "_processors", lambda index: 132)
         columns, group, rows = empty(64, 4096), empty(64), empty(4096)
         quantizer.walk(
             columns, empty(64, 64), group, group, group, 2.0**-24, -7, 7, columns.char(), rows, columns, rows
@@ -99,7 +127,10 @@ def recorded():
                 x = empty(m, k, dtype=dtype)
                 ops.inv_rms(x, 1e-6)
                 for rank in kernels.RANKS:
-                    ops.quantize_lora_down(x, empty(k, rank).half(), None, True, 0.85, None, None)
+                    activation = (x, empty(k, rank).half(), None, True, 0.85, None, None)
+                    ops.quantize_lora_down(*activation)
+                    for values in (False, True):
+                        hopper.quantize_lora_down_e4m3(*activation, values)
             for d in kernels.HEAD_DIMS:
                 q, k, norm, table = (empty(*shape, dtype=dtype) for shape in ((5, 2, d), (5, 1, d), (d,), (5, d)))
                 ops.qknorm_rope(q, k, norm, norm, table, table, 1e-6)
@@ -109,21 +140,22 @@ def recorded():
                     for rank in (*kernels.RANKS, 384, 512, 640):  # and of linears fused into one
                         rows = -(-m // 16) * 16
                         codes, scales = empty(rows, 128, dtype=torch.int8), empty(rows, 4)
-                        weight = empty(n, 128, dtype=torch.int8), empty(4, n).half(), empty(n, rank).half(), None
-                        ops.w4a4_gemm_lora(codes, scales, empty(2, rows, rank), *weight, m, n, dtype)
-    return seen, early_ones
+                        ops.w4a4_gemm_lora(codes, scales, empty(2, rows, rank), *weight(n, 256, rank), m, n, dtype)
+            for m in (1, 17, 1024, 1025, 5000):
+                for rank in (0, 16, 640):
+                    for values in (False, True):
+                        packed = empty(256, rank).half(), None, True, 0.85, None, None, values
+                        operands = hopper.quantize_lora_down_e4m3(empty(m, 256).half(), *packed)
+                        hopper.w4_gemm_lora_e4m3(*operands, *weight(4096, 256, rank), m, 4000, dtype)
+    return seen
 
 
 @pytest.fixture(scope="module")
-def launches(recorded):
-    """Kernel → [(threads, sizes of the arguments)]: what ops asks for, over ranks and sizes."""
-    return recorded[0]
-
-
-@pytest.fixture(scope="module")
-def early_kernels(recorded):
+def early_kernels(launches):
     """Those that may start while the kernel before them still runs."""
-    return recorded[1]
+    early = {kernel: {launch.early for launch in found} for kernel, found in launches.items()}
+    assert all(len(answers) == 1 for answers in early.values())
+    return {kernel for kernel, answers in early.items() if answers == {True}}
 
 
 def test_every_kernel_compiles_for_every_listed_architecture(compiled):
@@ -131,11 +163,22 @@ def test_every_kernel_compiles_for_every_listed_architecture(compiled):
 
 
 def test_a_cubin_is_for_the_architecture_asked_for(disassembled):
-    assert {pair: code.target for pair, code in disassembled.items()} == {pair: pair[1] for pair in HALF}
+    assert {pair: code.target for pair, code in disassembled.items()} == {pair: pair[1] for pair in READ}
 
 
-def test_the_listed_kernels_are_those_that_the_operators_launch(launches):
-    assert set(launches) == set(all_kernels())
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_listed_kernels_are_those_that_the_operators_launch(launches, arch):
+    elsewhere = {kernel for kernel, found in launches.items() if {one.module for one in found} != {hopper.__name__}}
+    listed = all_kernels(arch)
+    assert set(listed) == (set(launches) if arch == HOPPER else elsewhere)
+    assert len(set(listed)) == len(listed)
+
+
+def test_hopper_has_kernels_that_no_other_operator_launches(launches):
+    modules = {one.module for found in launches.values() for one in found}
+    assert modules == {ops.__name__, hopper.__name__, quantizer.__name__}
+    names = {kernel.name for kernel in set(all_kernels(HOPPER)) - set(all_kernels("sm_100a"))}
+    assert names == {"quantize_lora_down", "expand_codes", "w4_wgmma_lora"}
 
 
 def test_no_kernel_spills_registers(compiled):
@@ -152,33 +195,62 @@ def test_no_kernel_has_local_memory(disassembled):
 def test_the_registers_of_every_block_fit_a_multiprocessor(compiled, launches):
     """65,536 on every architecture; a warp gets them in steps of 8 for each of its 32 threads."""
     for (kernel, arch), result in compiled.items():
-        for threads, _ in launches[kernel]:
-            registers = -(-result.resources.registers // 8) * 8 * threads
+        for launch in launches[kernel]:
+            registers = -(-result.resources.registers // 8) * 8 * launch.threads
             assert registers <= 65536, f"{kernel} for {arch}: {registers}"
 
 
-def test_no_block_needs_more_shared_memory_than_it_gets_without_asking(compiled):
+def test_warps_that_change_their_registers_have_as_many_in_all_as_the_block_began_with(disassembled, compiled):
+    """Four warpgroups compute and take from the one that copies; what is left over would be waited for, forever."""
+    changing = {pair: code for pair, code in disassembled.items() if code.registers}
+    assert {kernel.name for kernel, _ in changing} == {"w4_wgmma_lora"}
+    for pair, code in changing.items():
+        more, fewer = code.registers
+        assert fewer < compiled[pair].resources.registers < more, pair
+        assert 128 * (4 * more + fewer) <= hopper.THREADS * compiled[pair].resources.registers, pair
+
+
+def test_no_kernel_declares_more_shared_memory_than_it_gets_without_asking(compiled):
     assert [pair for pair, result in compiled.items() if result.resources.shared_bytes > 48 * 1024] == []
+
+
+def test_a_block_that_asks_for_shared_memory_fits_hoppers(compiled, launches):
+    """227 KiB, what is declared and what is asked for at the launch; and a kernel asks for the same every time."""
+    asking = {kernel: {one.shared_bytes for one in found} for kernel, found in launches.items()}
+    assert {kernel.name for kernel, asked in asking.items() if asked != {0}} == {"w4_wgmma_lora"}
+    for (kernel, arch), result in compiled.items():
+        (asked,) = asking[kernel]
+        assert not asked or (arch == HOPPER and asked + result.resources.shared_bytes <= 232448), kernel
+
+
+def test_kernels_that_wait_for_a_cluster_are_those_launched_in_clusters(disassembled, launches):
+    waiting = {kernel for (kernel, _), code in disassembled.items() if "UCGABAR_WAIT" in code.instructions}
+    assert waiting and waiting == {kernel for kernel, _ in READ if any(one.cluster for one in launches[kernel])}
+    for launch in (one for kernel in waiting for one in launches[kernel]):
+        blocks = [size // of for size, of in zip(launch.grid, launch.cluster, strict=True)]
+        assert np.prod(launch.cluster) <= 8  # what every GPU with clusters has
+        assert [n * of for n, of in zip(blocks, launch.cluster, strict=True)] == list(launch.grid)
+        assert launch.cluster == (1, launch.grid[1], 1)  # a panel's blocks, which one scale joins
 
 
 def test_two_blocks_of_the_gemm_share_a_multiprocessor(compiled, launches):
     """Of sm_86 and sm_89 each has 100 KiB of shared memory, 1 KiB a block being the system's."""
     for (kernel, arch), result in compiled.items():
         if kernel.name == "w4a4_gemm_lora":
-            assert {threads for threads, _ in launches[kernel]} == {256}
+            assert {launch.threads for launch in launches[kernel]} == {256}
             assert result.resources.registers <= 65536 // (2 * 256), f"{kernel} for {arch}"
             assert 2 * (result.resources.shared_bytes + 1024) <= 100 * 1024, f"{kernel} for {arch}"
 
 
 def test_no_kernel_is_launched_with_more_threads_than_it_is_compiled_for(disassembled, launches):
     for (kernel, arch), code in disassembled.items():
-        assert max(threads for threads, _ in launches[kernel]) <= code.threads, f"{kernel} for {arch}"
+        assert max(launch.threads for launch in launches[kernel]) <= code.threads, f"{kernel} for {arch}"
 
 
 def test_every_argument_has_the_size_of_its_parameter(disassembled, launches):
     for (kernel, arch), code in disassembled.items():
-        for _, sizes in launches[kernel]:
-            assert sizes == code.parameters, f"{kernel} for {arch}"
+        for launch in launches[kernel]:
+            assert launch.sizes == code.parameters, f"{kernel} for {arch}"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -199,6 +271,49 @@ def test_the_down_projection_runs_on_tf32_tensor_cores(disassembled, arch):
             assert found == ({"HMMA.1688.F32.TF32"} if dict(kernel.constants)["RANK"] else set()), kernel
 
 
+@pytest.fixture(scope="module")
+def wgmma(disassembled):
+    """Constants → Disassembly of each w4_wgmma_lora."""
+    found = [(dict(kernel.constants), code) for (kernel, _), code in disassembled.items()
+             if kernel.name == "w4_wgmma_lora"]  # fmt: skip
+    assert len(found) == 12  # types x numbers of tokens x kinds of scales
+    return found
+
+
+def test_hoppers_products_of_many_tokens_run_on_e4m3_tensor_cores(wgmma):
+    for constants, code in wgmma:
+        found = [i for i in code.instructions if i.startswith("QGMMA")]
+        shape = f"64x{constants['TOKENS'] // 2}x32"
+        assert set(found) == {f"QGMMA.{shape}.F32.E4M3.E4M3"}, constants
+        assert len(found) == 4 * constants["STAGES"], constants  # the loop over the stages is unrolled
+
+
+def test_hoppers_low_rank_runs_on_tf32_tensor_cores(wgmma):
+    for constants, code in wgmma:
+        assert {i for i in code.instructions if i.startswith("HMMA")} == {"HMMA.1688.F32.TF32"}, constants
+
+
+def test_hoppers_operands_are_copied_in_bulk_by_warps_with_few_registers(wgmma):
+    for constants, code in wgmma:
+        kinds = {i.partition(".")[0] for i in code.instructions}
+        assert {"UBLKCP", "USETMAXREG"} <= kinds and not {"LDGSTS", "UTMALDG"} & kinds, constants
+
+
+@pytest.mark.parametrize(("store", "conversions"), [(0, False), (1, True), (2, True)])
+def test_activations_become_e4m3_where_bytes_are_stored(disassembled, store, conversions):
+    codes = [code for (kernel, _), code in disassembled.items() if dict(kernel.constants).get("STORE") == store]
+    assert codes
+    for code in codes:
+        found = [i for i in code.instructions if i.startswith("F2FP") and "E4M3" in i]
+        assert set(found) == ({"F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"} if conversions else set())
+
+
+def test_codes_of_weights_become_bytes_without_a_conversion(disassembled):
+    """Selects and subtractions of four at a time."""
+    (code,) = (code for (kernel, _), code in disassembled.items() if kernel.name == "expand_codes")
+    assert [i for i in code.instructions if i.startswith(("I2F", "F2F"))] == []
+
+
 WAIT = "ACQBULK"  # griddepcontrol.wait
 
 
@@ -210,22 +325,26 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
         "quantize_lora_down": {"LDG.E.128", "LDG.E"},
         "inv_rms": {"LDG.E.128"},
     }
+    if arch == HOPPER:  # what may still be read by the kernel before; all operands
+        activations |= {"expand_codes": {"STG.E"}, "w4_wgmma_lora": {"UBLKCP.S.G"}}
     codes = {pair[0]: code for pair, code in disassembled.items() if pair[1] == arch and pair[0] in early_kernels}
     assert {kernel.name for kernel in codes} == set(activations)
     for kernel, code in codes.items():
         assert code.instructions.count(WAIT) == 1, kernel
         place = code.instructions.index(WAIT)
         before, after = (
-            [i for i in part if re.match(r"LDG\.|LD\.|STG?\.|ATOM|RED[.G]", i)]
+            [i for i in part if re.match(r"LDG\.|LD\.|STG?\.|ATOM|RED[.G]|UBLKCP", i)]
             for part in (code.instructions[:place], code.instructions[place:])
         )
         weights = {i for i in before if i.startswith("LDG.") and i.endswith(".CONSTANT")}
-        reads_weights = kernel.name == "w4a4_small_m" or dict(kernel.constants).get("HALVES") == 1
-        assert set(before) == weights and bool(weights) == reads_weights, f"{kernel}: {set(before)}"
+        assert set(before) == weights, f"{kernel}: {set(before)}"
+        if kernel.name != "expand_codes":  # the assembler may move its one read behind the wait
+            reads_weights = kernel.name == "w4a4_small_m" or dict(kernel.constants).get("HALVES") == 1
+            assert bool(weights) == reads_weights, f"{kernel}: {set(before)}"
         assert activations[kernel.name] <= set(after), f"{kernel}: {set(after)}"
 
 
 def test_only_early_kernels_wait(disassembled, early_kernels):
     """One that does not wait reads what it likes: it must not start early."""
     waiting = {kernel for (kernel, _), code in disassembled.items() if WAIT in code.instructions}
-    assert waiting == {kernel for kernel, _ in HALF if kernel in early_kernels}
+    assert waiting == {kernel for kernel, _ in READ if kernel in early_kernels}

@@ -4,7 +4,8 @@ import emulate
 import pytest
 import torch
 
-from svdq.kernels import layout, ops
+from svdq.kernels import compile as kernels
+from svdq.kernels import hopper, layout, ops, reference
 from svdq.linear import W4A4Linear, W4A4LinearGroup
 from svdq.quantized import Layer
 from svdq.rounding import ActivationTransform
@@ -23,7 +24,10 @@ def emulators(tmp_path_factory):
 @pytest.fixture(params=[90])
 def emulated(request, monkeypatch, emulators):
     """The operators' CUDA implementations, on CPU tensors, as for one architecture."""
-    monkeypatch.setattr(ops, "launch", emulators[request.param].launch)
+    monkeypatch.setattr(hopper, "require", lambda device: None)
+    for module in (ops, hopper):
+        monkeypatch.setattr(module, "launch", emulators[request.param].launch)
+    return emulators[request.param]
 
 
 both = pytest.mark.parametrize("emulated", [80, 90], indirect=True, ids=["sm_80", "sm_90"])
@@ -131,6 +135,78 @@ class TestQuantizer:
             assert torch.equal(found, plain)
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("values", [False, True], ids=["codes", "values"])
+class TestHoppersQuantizer:
+    @pytest.fixture(autouse=True)
+    def one_block_a_cluster(self, monkeypatch, values):
+        if values:
+            monkeypatch.setattr(hopper, "_shares", lambda m, groups: 1)
+
+    @staticmethod
+    def check(linear, x, values, *norm):
+        """Bytes and scales are the reference's, t is near it: of the rows that are written."""
+        activation = (x, linear.down, linear.inv_smooth, linear.rotation, linear.clip, *(norm or (None, None)))
+        found = hopper.quantize_lora_down_e4m3(*activation, values)
+        shares, rank, rows = found[2].shape
+        written = layout.round_up(len(x), 16)
+        assert rows == 384 >= written
+        wanted = reference.quantize_lora_down_e4m3(*activation, values, shares, rows)
+        bytes_, wanted_bytes = (
+            layout.unpack_matrix("fp8", part[0], (rows, found[0].shape[1])) for part in (found, wanted)
+        )
+        assert torch.equal(bytes_[:written], wanted_bytes[:written])
+        scales, wanted_scales = (
+            part[1] if values else layout.unpack_matrix("token_scales", part[1], tuple(part[1].shape))
+            for part in (found, wanted)
+        )
+        assert torch.equal(scales[:written].nan_to_num(-1), wanted_scales[:written].nan_to_num(-1))
+        t, wanted_t = (
+            layout.unpack_matrix("token_t", part[2].sum(0), (rows, rank))[:written] for part in (found, wanted)
+        )
+        if rank:
+            assert distance(t, wanted_t.to(D)) < 5e-6  # float32 sums in another order
+        return shares
+
+    @halves
+    @pytest.mark.parametrize(
+        ("m", "k", "rank", "shares"), [(1, 64, 0, 1), (5, 576, 16, 3), (34, 192, 48, 1), (17, 832, 192, 4)]
+    )
+    def test_what_it_stores_is_the_references(self, m, k, rank, shares, dtype, values):
+        linear = W4A4Linear(random_layer(128, k, rank))
+        assert self.check(linear, activation(m, k, dtype), values) == (1 if values else shares)
+
+    @halves
+    def test_a_norm_on_the_way_in_is_the_references(self, dtype, values):
+        linear, x = W4A4Linear(random_layer(128, 192, 16)), activation(18, 192, dtype) + 1
+        self.check(linear, x, values, ops.inv_rms(x, 1e-6), (1 + 0.2 * normal(192)).to(dtype))
+
+    @halves
+    def test_nan_infinity_and_denormals_are_the_references(self, dtype, values):
+        linear, x = W4A4Linear(random_layer(128, 192, 0, transform=False)), activation(20, 192, dtype)
+        x[3, 70], x[18, 0], x[5, 130] = float("nan"), float("inf"), -float("inf")
+        x[7], x[8], x[9] = 3e-39, 1e-40, -0.0
+        self.check(linear, x, values)
+
+    def test_what_lies_halfway_between_two_numbers_goes_to_the_even_one(self, values):
+        if values:  # at every size; the token's scale is 1
+            x = torch.cat([(torch.arange(64) + 0.5) * 2.0**exponent for exponent in range(-10, 3)])
+            x[-1] = 448
+        else:  # −7, −6.5 … 7; the scale is 1 in both groups
+            x = (torch.arange(128) % 29 - 14) / 2
+        self.check(W4A4Linear(random_layer(128, len(x), 0, transform=False)), torch.stack([x, -x]).half(), values)
+
+
+def test_expanded_weights_are_the_codes_in_units_of_2_to_the_minus_9(emulated):
+    n, k = 256, 384
+    codes = torch.randint(-8, 8, (n, k), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    expanded = torch.zeros(n, k, dtype=torch.uint8)
+    packed = layout.pack_codes(codes)
+    emulated.launch(kernels.expand_kernel(), None, (k // 64, n // 128), 256, [packed, expanded, k // 64, n])
+    numbers = layout.unpack_matrix("fp8", expanded, (n, k)).view(torch.float8_e4m3fn)
+    assert torch.equal(numbers.float() * 512, codes.float())
+
+
 @both
 @pytest.mark.usefixtures("emulated")
 class TestGemm:
@@ -185,7 +261,8 @@ class TestGemm:
         parts[1].transform = parts[0].transform
         group, x = W4A4LinearGroup(parts), activation(m, 192, F16)
         weight = (group.qweight, group.wscales, group.up, group.packed_bias)
-        y = ops.w4a4_gemm_lora(*quantized(group, x), *weight, m, 384, F32)
+        assert group.first_rank.tolist() == [0, 16, 16]
+        y = ops.w4a4_gemm_lora(*quantized(group, x), *weight, m, 384, F32, group.first_rank)
         for part, start in zip(parts, (0, 128), strict=True):
             assert distance(y[:, start : start + part.codes.shape[0]], float64_result(part, x)) < 5e-7
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import launch
+from svdq.kernels import hopper, launch
 from svdq.kernels.compile import Compiled, KernelError, Resources
 from svdq.linear import load_quantized
 
@@ -32,9 +32,11 @@ def card(monkeypatch):
         monkeypatch.setattr(launch, "compiler_version", lambda: compiler)
         return torch.device("cuda", 0)
 
-    launch._architecture.cache_clear()
+    for remembering in (launch._architecture, hopper.require):
+        remembering.cache_clear()
     yield pretend
-    launch._architecture.cache_clear()
+    for remembering in (launch._architecture, hopper.require):
+        remembering.cache_clear()
 
 
 def test_a_driver_older_than_the_compiler_is_refused_with_both_ways_out(card):
@@ -52,6 +54,21 @@ def test_a_driver_of_the_compilers_generation_or_newer_is_taken(card, driver):
 def test_an_old_gpu_is_refused(card):
     with pytest.raises(KernelError, match=r"7\.5"):
         launch.require(card((7, 5)))
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_hoppers_operators_refuse_another_gpu_and_say_what_runs_there(card, capability):
+    device = card(capability)
+    words = r"Hopper GPU \(compute capability 9\.0\), cuda:0 has {}\.{}; .*activations='int4', or kernels='reference'"
+    assert not hopper.runs_on(device)
+    with pytest.raises(KernelError, match=words.format(*capability)):
+        hopper.require(device)
+
+
+def test_hoppers_operators_take_a_hopper_gpu(card):
+    device = card((9, 0))
+    assert hopper.runs_on(device) and not hopper.runs_on(torch.device("cpu"))
+    hopper.require(device)
 
 
 def test_a_missing_cuda_core_is_found_before_the_first_launch(card, monkeypatch):
@@ -111,6 +128,87 @@ def test_threads_that_launch_a_kernel_first_load_it_once(card, monkeypatch):
     finally:
         launch._loaded.cache_clear()
     assert len(loaded) == 1 and launched == ["w4a4_small_m"] * 8
+
+
+@pytest.fixture
+def launched(card, monkeypatch):
+    """The options of every launch, and what a driver's function for shared memory was asked; its answer can be set."""
+    from cuda.bindings import driver
+
+    found = SimpleNamespace(options=[], shared=[], answer=driver.CUresult.CUDA_SUCCESS)
+
+    class Config:
+        programmatic_stream_serialization = None
+
+        def __init__(self, **options):
+            found.options.append(options)
+
+    core = SimpleNamespace(
+        Device=lambda index: SimpleNamespace(set_current=lambda: None),
+        ObjectCode=SimpleNamespace(
+            from_cubin=lambda cubin: SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=name))
+        ),
+        LaunchConfig=Config,
+        Stream=SimpleNamespace(from_handle=lambda handle: None),
+        launch=lambda stream, config, function: None,
+    )
+
+    def allow(attribute, size, kernel, device):
+        assert attribute == driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        found.shared.append((kernel, size, int(device)))
+        return (found.answer,)
+
+    monkeypatch.setattr(driver, "cuKernelSetAttribute", allow)
+    monkeypatch.setattr(launch, "cuda_core", lambda: core)
+    monkeypatch.setattr(launch, "compile_kernel", lambda kernel, arch: Compiled(b"", Resources(1, 0, 0), True))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    card((9, 0))
+    launch._loaded.cache_clear()
+    yield found
+    launch._loaded.cache_clear()
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_more_shared_memory_than_every_launch_has_is_asked_for_once(launched):
+    for _ in range(2):
+        launch.launch(kernels.expand_kernel(), GPU, (1,), 256, [], shared_bytes=200_000)
+    assert launched.shared == [("expand_codes", 200_000, 0)]
+    assert [options["shmem_size"] for options in launched.options] == [200_000] * 2
+
+
+def test_shared_memory_that_every_launch_has_is_not_asked_for(launched):
+    launch.launch(kernels.expand_kernel(), GPU, (1,), 256, [], shared_bytes=48 * 1024)
+    launch.launch(kernels.walk_kernel(), GPU, (1,), 256, [])
+    assert launched.shared == []
+    assert [options["shmem_size"] for options in launched.options] == [48 * 1024, 0]
+
+
+def test_a_device_without_so_much_shared_memory_is_an_error(launched):
+    from cuda.bindings import driver
+
+    launched.answer = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(KernelError, match="expand_codes<>: the device does not give a block 300000 bytes of shared"):
+        launch.launch(kernels.expand_kernel(), GPU, (1,), 256, [], shared_bytes=300_000)
+    assert launched.options == []
+
+
+def test_a_grid_of_clusters_is_counted_in_clusters(launched):
+    launch.launch(kernels.expand_kernel(), GPU, (5, 4, 1), 256, [], cluster=(1, 4, 1))
+    launch.launch(kernels.expand_kernel(), GPU, (5, 4, 1), 256, [])
+    assert [(options["grid"], options.get("cluster")) for options in launched.options] == [
+        ((5, 1, 1), (1, 4, 1)),
+        ((5, 4, 1), None),
+    ]
+
+
+@pytest.mark.parametrize(("capability", "early"), [((9, 0), True), ((8, 9), False)])
+def test_a_kernel_may_start_early_from_hopper_on(launched, card, capability, early):
+    card(capability)
+    launch.launch(kernels.expand_kernel(), GPU, (1,), 256, [], early=True)
+    assert launched.options[0].get("programmatic_stream_serialization", False) == early
 
 
 def test_the_architectures_here_are_those_of_the_gpus_new_enough(card):

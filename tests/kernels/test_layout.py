@@ -109,12 +109,30 @@ FORMULAS = {
         + ((j % 16) // 8) * 2
         + j % 2
     ),
+    # In no file: what Hopper's operators hand each other
+    "fp8": lambda m, k, shape: (
+        ((k // 128) * shape[0] + (m // 8) * 8) * 128
+        + ((k % 128) // 32) * 256
+        + (k % 2) * 128
+        + (m % 8) * 16
+        + ((k % 32) // 8) * 4
+        + (k % 8) // 2
+    ),
+    "token_scales": lambda m, g, shape: (
+        (g // 2) * 2 * shape[0] + (m // 16) * 32 + (g % 2) * 16 + ((m % 8) // 2) * 4 + ((m % 16) // 8) * 2 + m % 2
+    ),
+    "token_t": lambda m, j, shape: (
+        (j // 16) * shape[0] * 16 + (m // 8) * 128 + ((j % 16) // 8) * 64 + (m % 8) * 8 + j % 8
+    ),
 }
 SHAPES = {
     "wscales": [(128, 1), (384, 5), (256, 6)],
     "channel": [(128,), (384,)],
     "lora_down": [(16, 16), (192, 48), (640, 16)],
     "lora_up": [(16, 16), (48, 80), (384, 32)],
+    "fp8": [(8, 128), (24, 256), (384, 128)],
+    "token_scales": [(16, 2), (48, 6), (384, 4)],
+    "token_t": [(8, 16), (24, 48), (384, 32)],
 }
 CASES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
 
@@ -156,6 +174,9 @@ def test_strides_are_the_steps_of_the_formula(name, shape):
         "wscales": ({"nt": 128, "na": 16, "nb": 8, "nc": 2, "nd": 1}, {"g": 1}),
         "lora_down": ({"kt": 16, "kb": 8, "kc": 2, "kd": 1}, {"jt": 16, "jb": 8, "jl": 1}),
         "lora_up": ({"nt": 16, "nb": 8, "nl": 1}, {"jt": 16, "jb": 8, "jc": 2, "jd": 1}),
+        "fp8": ({"mg": 8, "ml": 1}, {"kt": 128, "ks": 32, "kl": 8, "kb": 2, "kp": 1}),
+        "token_scales": ({"ma": 16, "mb": 8, "mc": 2, "md": 1}, {"kt": 2, "kg": 1}),
+        "token_t": ({"mp": 8, "ml": 1}, {"jt": 16, "jh": 8, "jc": 2, "je": 1}),
     }[name]
     steps = {d: (step, 0) for d, step in rows.items()} | {d: (0, step) for d, step in columns.items()}
     assert strides.keys() == steps.keys()
@@ -183,6 +204,25 @@ def test_a_lane_reads_its_16_bytes_as_the_format_says():
     assert vector == b"\x11\x11\x11\x11\x22\x22\x22\x22\x33\x33\x33\x33\x44\x44\x44\x44"
 
 
+def test_a_core_matrix_of_hopper_is_8_rows_by_16_channels_of_one_parity():
+    """16 bytes a row, all in a row's place one after the other; first the even channels of 32, then the odd ones."""
+    channels = torch.arange(128).repeat(16, 1)
+    rows = torch.arange(16)[:, None].expand(16, 128)
+    for matrix, at in enumerate(range(0, 16 * 128, 128)):  # of 8 rows: 4 x 32 channels x 2 parities
+        first_row, block = matrix // 8 * 8, matrix % 8
+        assert MMA["fp8"].pack(rows)[at : at + 128].tolist() == [first_row + i // 16 for i in range(128)]
+        wanted = list(range(block // 2 * 32 + block % 2, block // 2 * 32 + 32, 2))
+        assert MMA["fp8"].pack(channels)[at : at + 128].tolist() == wanted * 8
+
+
+def test_a_lane_reads_the_scales_of_its_four_tokens_of_sixteen_as_one_vector():
+    tokens = MMA["token_scales"].pack(torch.arange(32)[:, None].expand(32, 2)).reshape(2, 2, 4, 4)
+    for half in range(2):
+        for group in range(2):
+            wanted = [[16 * half + 2 * c + i for i in (0, 1, 8, 9)] for c in range(4)]
+            assert tokens[half, group].tolist() == wanted
+
+
 # ------------------------------------------------------------------------------------------------ properties
 
 
@@ -203,7 +243,8 @@ def test_packing_undoes_unpacking_of_any_bytes(tiles_n, tiles_k, seed):
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from(list(SHAPES)), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 10**6))
 def test_packing_and_unpacking_matrices_undo_each_other(name, a, b, half, seed):
-    shape = {"wscales": (128 * a, b), "channel": (128 * a,)}.get(name, (16 * a, 16 * b))
+    shapes = {"wscales": (128 * a, b), "channel": (128 * a,), "fp8": (8 * a, 128 * b), "token_scales": (16 * a, 2 * b)}
+    shape = shapes.get(name, (16 * a, 16 * b))
     raw = torch.randint(-(2**15), 2**15, shape, generator=rng(seed), dtype=torch.int16)
     matrix = raw.view(torch.float16 if half else torch.bfloat16)  # every bit pattern, NaNs among them
     packed = pack_matrix(name, matrix)
@@ -211,7 +252,10 @@ def test_packing_and_unpacking_matrices_undo_each_other(name, a, b, half, seed):
     assert torch.equal(bits(pack_matrix(name, unpack_matrix(name, matrix, shape))), bits(matrix))
 
 
-@pytest.mark.parametrize(("name", "shape"), [("qweight", (64, 64)), ("qweight", (128, 96)), ("lora_up", (16, 8))])
+@pytest.mark.parametrize(("name", "shape"), [
+    ("qweight", (64, 64)), ("qweight", (128, 96)), ("lora_up", (16, 8)),
+    ("fp8", (8, 64)), ("fp8", (4, 128)), ("token_scales", (16, 1)), ("token_t", (8, 8)),
+])  # fmt: skip
 def test_a_shape_that_is_no_multiple_of_the_tile_is_refused(name, shape):
     with pytest.raises(ValueError, match="multiple"):
         MMA[name].pack(torch.zeros(shape))

@@ -40,13 +40,17 @@ def test_no_kernel_has_a_race(tmp_path):
     assert races(tmp_path) == 0
 
 
-@pytest.mark.parametrize(
-    ("file", "barrier"),
-    [
-        ("w4a4_small_m.cu", "__syncthreads();  // all partial sums are written"),
-        ("w4a4_gemm_lora.cu", "__syncthreads();  // this group's stage has arrived"),
-        ("quantize_lora_down.cu", "if (first) __syncthreads();"),
-    ],
-)
-def test_a_missing_barrier_would_be_found(tmp_path, file, barrier):
-    assert races(tmp_path, file, barrier) > 0
+@pytest.mark.parametrize(("file", "text"), [
+    ("w4a4_small_m.cu", "__syncthreads();  // all partial sums are written"),
+    ("w4a4_gemm_lora.cu", "__syncthreads();  // this group's stage has arrived"),
+    ("quantize_lora_down.cu", "if (first) __syncthreads();"),
+    ("quantize_lora_down.cu", "] = row_most[h];\n    __syncthreads();"),
+])  # fmt: skip
+def test_a_missing_barrier_would_be_found(tmp_path, file, text):
+    assert races(tmp_path, file, text, "__syncthreads();") > 0
+
+
+def test_a_missing_wait_for_the_cluster_would_be_found(tmp_path):
+    """Of one block: its threads read what others of it wrote."""
+    text = "cluster_arrive();\n    cluster_wait();\n    Scale"
+    assert races(tmp_path, "quantize_lora_down.cu", text, "cluster_wait();") > 0

@@ -1,10 +1,14 @@
-"""The linear in plain torch against integer group sums, dequantized and added up in float64."""
+"""The linear in plain torch against integer group sums, dequantized and added up in float64; and Hopper's operators
+against the others, and against float64."""
 
 import pytest
 import torch
 
+from svdq.kernels import hopper, layout, reference
 from svdq.kernels.reference import w4a4_linear
-from svdq.rounding import ActivationTransform, quantize_activation
+from svdq.linear import W4A4Linear
+from svdq.quantized import Layer
+from svdq.rounding import ActivationTransform, quantize_activation, quantize_activation_e4m3
 
 D = torch.float64
 
@@ -166,3 +170,175 @@ def test_the_same_call_gives_the_same_bits():
     x, weight_hat = inputs(), dequantized(codes, scales)
     first, second = (w4a4_linear(x, weight_hat, down, up, bias, FULL) for _ in range(2))
     assert torch.equal(first, second)
+
+
+# ---- 8-bit activations
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_numbers_of_a_token_are_rounded_to_e4m3_at_absmax_over_448():
+    x = inputs(40)
+    numbers, scales = quantize_activation_e4m3(x)
+    assert (numbers.dtype, numbers.shape, scales.dtype, scales.shape) == (E4M3, x.shape, torch.float32, (40,))
+    assert torch.equal(scales, x.abs().amax(1) / torch.tensor(448.0))
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    assert torch.equal(numbers.float(), (x * inverse[:, None]).clamp(-448, 448).to(E4M3).float())
+    used = scales > 0
+    assert torch.equal(numbers.float().abs().amax(1)[used], torch.full((39,), 448.0))
+    # 3 bits after the leading one, or 2^-9 where that is more: half a step, and float32's rounding
+    step = torch.maximum(x.abs() * 2.0**-4, scales[:, None] * 2.0**-10) * (1 + 1e-5)
+    assert ((numbers.float() * scales[:, None] - x).abs() <= step).all()
+
+
+def test_every_number_of_e4m3_is_its_own_nearest():
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    every = every[every.isfinite()]
+    numbers, scales = quantize_activation_e4m3(torch.stack([every, every * 2.0**-20, every * 2.0**30]))
+    assert scales.tolist() == [1, 2.0**-20, 2.0**30]
+    assert torch.equal(numbers.float(), every.expand(3, -1))
+
+
+def test_a_number_halfway_goes_to_the_even_one():
+    x = torch.tensor([448.0, 8.5, 9.5, -8.5, 2.0**-10, 3 * 2.0**-10, 0.0])
+    assert quantize_activation_e4m3(x)[0].float().tolist() == [448, 8, 10, -8, 0, 2.0**-8, 0]
+
+
+def test_a_token_of_zeros_has_scale_0_and_numbers_0():
+    numbers, scales = quantize_activation_e4m3(torch.zeros(2, 64))
+    assert not scales.any() and not numbers.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_with_nan_or_infinity_has_numbers_0_and_that_scale(poison):
+    x = inputs(4)
+    wanted = quantize_activation_e4m3(x)
+    x[2, 5] = poison
+    numbers, scales = quantize_activation_e4m3(x)
+    assert not numbers[2].float().any()
+    assert scales[2].isnan() if poison != poison else scales[2] == float("inf")
+    others = torch.tensor([0, 1, 3])
+    assert torch.equal(numbers.float()[others], wanted[0].float()[others])
+    assert torch.equal(scales[others], wanted[1][others])
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (0, 64), (2, 0, 64)])
+def test_leading_dimensions_of_tokens_are_kept(shape):
+    numbers, scales = quantize_activation_e4m3(normal(*shape))
+    assert (numbers.shape, scales.shape) == (shape, shape[:-1])
+
+
+# ---- Hopper's operators
+
+
+def module(transform=FULL, rank=16, bias=True):
+    codes, scales, down, up, offset = layer(rank=rank)
+    return W4A4Linear(Layer("layer", codes.to(torch.int8), scales, down, up, offset if bias else None, transform))
+
+
+def weight_of(linear):
+    return linear.qweight, linear.wscales, linear.up, linear.packed_bias
+
+
+def activation_of(linear, x, normed=False):
+    norm = (torch.ops.svdq.inv_rms(x, 1e-6), 1 + 0.2 * normal(x.shape[1], seed=9)) if normed else (None, None)
+    return x, linear.down, linear.inv_smooth, linear.rotation, linear.clip, *norm
+
+
+cases = pytest.mark.parametrize(
+    ("transform", "rank", "normed"),
+    [(BARE, 16, False), (FULL, 0, False), (FULL, 16, True)],
+    ids=["bare", "full", "norm"],
+)
+
+
+@cases
+@pytest.mark.parametrize("m", [1, 20, 385])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_codes_in_a_byte_each_give_what_codes_of_4_bits_give(m, dtype, transform, rank, normed):
+    linear, x = module(transform, rank), inputs(max(m, 2))[:m].to(dtype)
+    activation = activation_of(linear, x, normed)
+    codes, scales, t = torch.ops.svdq.quantize_lora_down(*activation)
+    bytes_, byte_scales, byte_t = torch.ops.svdq.quantize_lora_down_e4m3(*activation, False)
+    rows, k = bytes_.shape
+    numbers = layout.unpack_matrix("fp8", bytes_, (rows, k)).view(E4M3).float()
+    unpacked = layout.unpack_codes(codes, "codes").float()
+    assert torch.equal(numbers[: len(unpacked)], unpacked) and not numbers[m:].any()
+    groups = layout.unpack_matrix("token_scales", byte_scales, (rows, k // 64))
+    assert torch.equal(groups[: len(unpacked)], layout.unpack_matrix("scales", scales, tuple(scales.shape)))
+    assert torch.equal(layout.unpack_matrix("token_t", byte_t.sum(0), (rows, rank))[:m], t.sum(0)[:m])
+    product = (*weight_of(linear), m, 40, torch.float32)
+    y = torch.ops.svdq.w4_gemm_lora_e4m3(bytes_, byte_scales, byte_t, *product)
+    assert torch.equal(y, torch.ops.svdq.w4a4_gemm_lora(codes, scales, t, *product))
+
+
+@cases
+@pytest.mark.parametrize("m", [1, 20, 385])
+def test_values_of_8_bits_are_those_of_the_transformed_tokens(m, transform, rank, normed):
+    linear, x = module(transform, rank), inputs(max(m, 2))[:m]
+    activation = activation_of(linear, x, normed)
+    bytes_, scales, t = torch.ops.svdq.quantize_lora_down_e4m3(*activation, True)
+    if normed:
+        x = activation[-1] * (x * activation[-2][:, None])
+    wanted, wanted_scales = quantize_activation_e4m3(transform.apply(x))
+    rows, k = bytes_.shape
+    stored = layout.unpack_matrix("fp8", bytes_, (rows, k))
+    assert torch.equal(stored[:m, :192], wanted.view(torch.uint8))
+    assert not stored[m:].any() and not stored[:, 192:].any()
+    assert torch.equal(scales[:m], wanted_scales) and not scales[m:].any()
+    sums = layout.unpack_matrix("token_t", t.sum(0), (rows, rank))[:m]
+    assert torch.equal(sums, x @ layer(rank=rank)[2].float())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transform", [BARE, FULL], ids=["bare", "full"])
+def test_the_product_of_8_bit_values_is_the_dequantized_one(transform, bias):
+    linear, x = module(transform, bias=bias), inputs(20)
+    operands = torch.ops.svdq.quantize_lora_down_e4m3(*activation_of(linear, x), True)
+    y = torch.ops.svdq.w4_gemm_lora_e4m3(*operands, *weight_of(linear), 20, 40, torch.float32)
+    codes, scales, down, up, offset = layer()
+    numbers, token_scales = quantize_activation_e4m3(transform.apply(x))
+    wanted = numbers.to(D) * token_scales.to(D)[:, None] @ dequantized(codes, scales, D).t()
+    wanted += x.to(D) @ down.to(D) @ up.to(D).t() + (offset.to(D) if bias else 0)
+    assert relative_error(y, wanted) <= 1e-6  # float32 sums
+
+
+def test_values_of_8_bits_do_not_know_of_the_clip():
+    linear = module(FULL)
+    activation = activation_of(linear, inputs(20))
+    found = reference.quantize_lora_down_e4m3(*activation, True, 1, 32)
+    wanted = reference.quantize_lora_down_e4m3(*activation[:4], 1.0, None, None, True, 1, 32)
+    assert linear.clip == 0.85 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("values", [None, False, True], ids=["4 bits", "codes", "values"])
+def test_a_tile_of_columns_meets_the_part_of_t_that_is_its_own(values):
+    """As if proj_up had zeros beside it."""
+    n, k, m = 256, 256, 20
+    x, down = inputs(m, k), layout.pack_matrix("down", normal(k, 48, seed=1).half(), (k, 48))
+    weight = (
+        layout.pack_codes(torch.randint(-7, 8, (n, k), generator=rng(2), dtype=torch.int8)),
+        (normal(k // 64, n, seed=3).abs() * 0.01).half(),
+    )
+    own, whole = normal(n, 16, seed=4).half(), torch.zeros(n, 48, dtype=torch.float16)
+    whole[:128, 32:], whole[128:, 16:32] = own[:128], own[128:]
+    first_rank = torch.tensor([32, 16], dtype=torch.int32)
+    if values is None:
+        quantize, gemm, kind = torch.ops.svdq.quantize_lora_down, torch.ops.svdq.w4a4_gemm_lora, ()
+    else:
+        quantize, gemm, kind = torch.ops.svdq.quantize_lora_down_e4m3, torch.ops.svdq.w4_gemm_lora_e4m3, (values,)
+    operands = quantize(x, down, None, True, 1.0, None, None, *kind)
+    for columns in (256, 130, 100):
+        rest = (None, m, columns, torch.float32)
+        up, whole_up = (layout.pack_matrix("lora_up", part) for part in (own, whole))
+        y = gemm(*operands, *weight, up, *rest, first_rank)
+        # sums of 16 products, or of 48 of which 32 are zeros
+        assert relative_error(y, gemm(*operands, *weight, whole_up, *rest).to(D)) <= 1e-6
+
+
+def test_all_of_t_is_in_its_first_share():
+    linear, x = module(), inputs(20, 192)
+    t = reference.quantize_lora_down_e4m3(*activation_of(linear, x), True, 3, 32)[2]
+    assert t.shape == (3, 16, 32) and t[0].any() and not t[1:].any()
+    assert hopper._shares(20, 48) == 4

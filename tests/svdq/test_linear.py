@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from svdq.errors import CheckpointError, SvdqError
+from svdq.errors import CheckpointError, ConfigError, SvdqError
 from svdq.grid import pack_nibbles
 from svdq.kernels import layout
 from svdq.linear import W4A4Linear, load_quantized
@@ -35,6 +35,33 @@ def test_a_loaded_model_is_near_the_original_but_not_it(quantized, original, dis
     directory, file = quantized(kind)
     # W4A4 costs these random models 5 to 40 %; a forgotten correction or rotation over 100 %
     assert 1e-3 < distance(states(load_quantized(directory, file)), states(original(directory))) < 0.6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_of_8_bits_are_nearer_to_the_original(quantized, original, distance, kind):
+    directory, file = quantized(kind)
+    plain = states(original(directory))
+    w4a4, w4a8 = (load_quantized(directory, file, activations=name) for name in ("int4", "fp8"))
+    assert distance(states(w4a8), plain) < distance(states(w4a4), plain)
+    assert (w4a4.svdq_path, w4a8.svdq_path) == (
+        "W4A4, in plain torch on cpu",
+        "W4A8: activations in e4m3, in plain torch on cpu",
+    )
+
+
+def test_the_operators_and_the_reference_agree_on_w4a8(quantized, distance):
+    directory, file = quantized("llama")
+    one, other = (load_quantized(directory, file, activations="fp8", kernels=name) for name in ("auto", "reference"))
+    assert distance(states(one), states(other)) < 1e-6
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("wrong", [{"activations": "int8"}, {"kernels": "cuda"}])
+def test_an_unknown_path_is_refused(quantized, wrong, fuse):
+    directory, file = quantized("llama")
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name}='{value}'; wanted "):
+        load_quantized(directory, file, fuse=fuse, **wrong)
 
 
 @pytest.mark.parametrize("preset", ["nunchaku", "plain"])

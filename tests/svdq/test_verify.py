@@ -89,6 +89,20 @@ def test_a_packed_file_passes_with_the_same_numbers(quantized, heldout_ids, chec
         assert row.quantization_error == pytest.approx(others[name].quantization_error, rel=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_activations_of_8_bits_lower_the_mean_error(quantized, heldout_ids, read_ids, svdq, tmp_path, packed):
+    directory, file = quantized("llama")
+    if packed:
+        assert svdq("export-packed", file, tmp_path / "packed.safetensors").code == 0
+        file = tmp_path / "packed.safetensors"
+    model, found = open_model(directory), {}
+    for activations in ("int4", "fp8"):
+        report = verify(model, open_quantized(file, activations), data=[read_ids(heldout_ids)])
+        assert (report.failures, report.activations) == ([], activations)
+        found[activations] = sum(row.quantization_error for row in report.layers)
+    assert found["fp8"] < 0.9 * found["int4"]
+
+
 def test_a_file_of_linears_alone_passes(quantized, heldout_ids, check):
     assert check(*quantized("qwen2", linears_only=True), heldout_ids).failures == []
 

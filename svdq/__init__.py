@@ -6,14 +6,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from svdq.linear import W4A4Linear, load_quantized
+    from svdq.packed import PackedRunner
 
-__all__ = ["W4A4Linear", "__version__", "load_quantized"]
+__all__ = ["PackedRunner", "W4A4Linear", "__version__", "load_quantized"]
 
 
 def __getattr__(name: str) -> Any:
-    """The two runtime names are imported when they are asked for: `import svdq` itself loads no torch."""
+    """The runtime names are imported when they are asked for: `import svdq` itself loads no torch."""
     if name in ("load_quantized", "W4A4Linear"):
         from svdq import linear
 
         return getattr(linear, name)
+    if name == "PackedRunner":
+        from svdq.packed import PackedRunner
+
+        return PackedRunner
     raise AttributeError(f"module 'svdq' has no attribute {name!r}")

@@ -15,7 +15,10 @@ import torch
 from oracle import DEVICE, HALVES, ON_GPU, READY, inputs, layer, normal
 from torch import Tensor
 
-from svdq.linear import W4A4Linear
+from svdq.kernels import hopper
+from svdq.linear import W4A4Linear, W4A4LinearGroup
+
+HOPPER = not ON_GPU or (READY and hopper.runs_on(DEVICE))
 
 SIZES = [  # m, n, k, rank, transform
     (1, 96, 64, 0, ""),
@@ -51,7 +54,22 @@ def linears(dtype: torch.dtype) -> Iterator[str]:
         for out in (dtype, torch.float32):
             for bias in (made.packed_bias, None):
                 torch.ops.svdq.w4a4_gemm_lora(*packed, made.qweight, made.wscales, made.up, bias, m, n, out)
+        for values in (False, True) if HOPPER else ():
+            packed = torch.ops.svdq.quantize_lora_down_e4m3(x, *activation, factor, weight, values)
+            for out in (dtype, torch.float32):
+                weights = (made.qweight, made.wscales, made.up, made.packed_bias)
+                torch.ops.svdq.w4_gemm_lora_e4m3(*packed, *weights, m, n, out)
         yield f"linear {m} x {n} x {k}, rank {rank}, {dtype}"
+
+
+def siblings(dtype: torch.dtype) -> Iterator[str]:
+    """Linears of one input, each with its own columns of t."""
+    parts = [layer(n, 192, 16, parts="smooth rotation", seed=seed) for seed, n in ((10, 130), (20, 96), (30, 64))]
+    for activations in ("int4", "fp8") if HOPPER else ("int4",):
+        group = W4A4LinearGroup(parts, activations=activations).to(DEVICE)
+        for m in (1, 16, 40):
+            group(inputs("random", m, 192, dtype).to(DEVICE))
+            yield f"siblings of {m} rows, {activations}, {dtype}"
 
 
 def heads(dtype: torch.dtype) -> Iterator[str]:
@@ -71,7 +89,7 @@ def main() -> int:
         print("no CUDA device", file=sys.stderr)
         return 2
     for dtype in HALVES:
-        for done in (*linears(dtype), *heads(dtype)):
+        for done in (*linears(dtype), *siblings(dtype), *heads(dtype)):
             print(done, flush=True)
     if ON_GPU:
         torch.cuda.synchronize()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle import DEVICE, HALVES, ON_GPU, READY, check, forward, inputs, layer, module, normal, quantize
 
-from svdq.kernels import ops
+from svdq.kernels import hopper, ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not READY, reason="no CUDA device")]
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="a fact about the kernels")
@@ -177,6 +177,28 @@ def test_nothing_is_written_beside_an_output(m, n, dtype):
         check(after, torch.full_like(after, 0xA5), what=f"bytes after output {number}")
     for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
         check(a.as_subclass(torch.Tensor), b, what=f"output {number}")
+
+
+@gpu_only
+@pytest.mark.parametrize("values", [False, True], ids=["codes", "values"])
+@pytest.mark.parametrize(("m", "n"), [(17, 97), (129, 130), (200, 259), (1100, 130)])
+def test_nothing_is_written_beside_an_output_of_hoppers_kernels(m, n, values):
+    if not hopper.runs_on(DEVICE):
+        pytest.skip("not a Hopper GPU")
+    run, Guarded.given = module(layer(n, 576, 48, parts="rotation")), []
+    x = inputs("random", m, 576, torch.bfloat16).to(DEVICE)
+    activation = (run.down, run.inv_smooth, run.rotation, run.clip, None, None, values)
+    weight = (run.qweight, run.wscales, run.up, run.packed_bias, m, n, torch.bfloat16)
+    packed = torch.ops.svdq.quantize_lora_down_e4m3(x, *activation)
+    wanted = torch.ops.svdq.w4_gemm_lora_e4m3(*packed, *weight)
+    hopper.quantize_lora_down_e4m3(guarded(x), *activation)
+    y = hopper.w4_gemm_lora_e4m3(guarded(packed[0]), *packed[1:], *weight)
+    assert len(Guarded.given) == 5, "codes, scales, t; y, the expanded weights"
+    for number, (buffer, length) in enumerate(Guarded.given):
+        before, after = buffer[: Guarded.GUARD], buffer[Guarded.GUARD + length :]
+        check(before, torch.full_like(before, 0xA5), what=f"bytes before output {number}")
+        check(after, torch.full_like(after, 0xA5), what=f"bytes after output {number}")
+    check(y.as_subclass(torch.Tensor), wanted, what="y")
 
 
 # ---- the same bits every time

@@ -13,7 +13,7 @@ def command():
 
 
 @command.command("model")
-@click.option("--shape", default="qwen3-0.6b", show_default=True, help="Of a decoder with random weights.")
+@click.option("--shape", default="qwen3-0.6b", show_default=True, help="A decoder: qwen3-0.6b, llama-8b or tiny.")
 @click.option("--tokens", type=click.IntRange(1), default=700, show_default=True, help="In a packed batch.")
 @click.option("--sequences", type=click.IntRange(1), default=4, show_default=True, help="That they are of.")
 @click.option(

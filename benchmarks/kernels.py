@@ -67,18 +67,6 @@ def random_linear(n, k, rank, seed=0):
     return layer, *(W4A4Linear(layer, activations=kind) for kind in paths())
 
 
-def quantize(linear, x):
-    activation = (x, linear.down, linear.inv_smooth, True, 0.85, None, None)
-    if linear.activations == "fp8" or (linear.on_hopper and len(x) > ops.FEW_TOKENS):
-        return torch.ops.svdq.quantize_lora_down_e4m3(*activation, linear.activations == "fp8")
-    return torch.ops.svdq.quantize_lora_down(*activation)
-
-
-def gemm(linear, operands, m, n, dtype):
-    operator = torch.ops.svdq.w4_gemm_lora_e4m3 if operands[0].dtype == torch.uint8 else torch.ops.svdq.w4a4_gemm_lora
-    return operator(*operands, linear.qweight, linear.wscales, linear.up, linear.packed_bias, m, n, dtype)
-
-
 def dequantized(linear, layer, operands, x):
     """float64 (m, k): the activation that the GEMM sees."""
     if linear.activations == "int4":
@@ -100,9 +88,9 @@ def check(m, k, n):
         x = x.to(DTYPE)
         low_rank = x.double() @ layer.proj_down.double() @ layer.proj_up.double().t() + layer.bias
         for path, linear in zip(paths(), linears, strict=True):
-            operands = quantize(linear, x)
+            operands = linear.quantize(x)
             wanted = dequantized(linear, layer, operands, x) @ weight.t() + low_rank
-            y = gemm(linear, operands, m, n, torch.float32)
+            y = linear.product(operands, m, n, torch.float32)
             worst[path] = max(worst[path], ((y - wanted).norm() / wanted.norm()).item())
             rounded = ((linear(x) - wanted).norm() / wanted.norm()).item()
             if rounded > 2.0**-9:  # half a unit in the last place of bfloat16, at most
@@ -150,12 +138,12 @@ def time_shape(m, k, n):
     calls = max(sets, 4)
     candidates = {"cublas": lambda i: inputs[i % sets] @ weights[i % len(weights)].t()}
     for path, ones in linears.items():
-        operands = [quantize(ones[i], inputs[i]) for i in range(sets)]
+        operands = [ones[i].quantize(inputs[i]) for i in range(sets)]
         candidates |= {
             f"{path} linear": lambda i, ones=ones: ones[i % sets](inputs[i % sets]),
-            f"{path} quantize": lambda i, ones=ones: quantize(ones[i % sets], inputs[i % sets]),
-            f"{path} gemm": lambda i, ones=ones, operands=operands: gemm(
-                ones[i % sets], operands[i % sets], m, n, DTYPE
+            f"{path} quantize": lambda i, ones=ones: ones[i % sets].quantize(inputs[i % sets]),
+            f"{path} gemm": lambda i, ones=ones, operands=operands: ones[i % sets].product(
+                operands[i % sets], m, n, DTYPE
             ),
         }
     graphs = {

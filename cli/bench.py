@@ -36,7 +36,6 @@ def model(shape, tokens, sequences, steps, no_compile, device, json_file, quiet)
     console = options.Console(quiet, json_file)
     dtype = torch.float16 if where.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
-    console.say(f"{shape}, {tokens} tokens in {sequences} sequences, {steps} steps; {name}, torch {torch.__version__}")
     rows = bench(
         shape,
         where,
@@ -49,6 +48,7 @@ def model(shape, tokens, sequences, steps, no_compile, device, json_file, quiet)
     )
     facts = {"shape": shape, "tokens": tokens, "sequences": sequences, "steps": steps, "device": name}
     facts |= {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+    console.say(f"{shape}, {tokens} tokens in {sequences} sequences, {steps} steps; {name}, torch {torch.__version__}")
     console.say(report.bench_text(facts))
     options.write_report(json_file, facts)
     return 0

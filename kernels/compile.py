@@ -73,6 +73,7 @@ SCALARS = ("f16", "bf16")
 RANKS = (0, 16, 32, 48, 64, 96, 128)
 HEAD_DIMS = (64, 128)
 HOPPER = "sm_90a"
+HOPPER_FEW_TOKENS = 1024  # up to here small tiles: there are not enough large ones for all multiprocessors
 HOPPER_SHARED_BYTES = 226 * 1024  # that a block may ask for; 1 KB is for what the kernel declares
 
 
@@ -105,7 +106,7 @@ class HopperTile:
 
 def hopper_tile(m: int, token_scale: bool, out_bytes: int) -> HopperTile:
     """For m tokens, one scale a token or a group: what registers and shared memory hold."""
-    tokens = 64 if m <= 1024 else 192 if token_scale else 128
+    tokens = 64 if m <= HOPPER_FEW_TOKENS else 192 if token_scale else 128
     stage = tokens * 128 + 128 * 128 + 512 + (0 if token_scale else tokens * 8)
     rows = 4 * (tokens // 2) * (64 * out_bytes + 16)  # of y on their way out
     stages = min(5, (HOPPER_SHARED_BYTES - rows) // stage)

@@ -45,7 +45,7 @@ def require(device: torch.device) -> None:
     if not runs_on(device):
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise KernelError(
-            f"8-bit activations need a Hopper GPU (compute capability 9.0), {device} has {found}; "
+            f"activations of a byte need a Hopper GPU (compute capability 9.0), {device} has {found}; "
             "use activations='int4', or kernels='reference'"
         )
 
@@ -53,7 +53,7 @@ def require(device: torch.device) -> None:
 def _shares(m: int, groups: int) -> int:
     """Over how many blocks the quantizer spreads a panel's groups: as many as fill the GPU, and the GEMM can add."""
     panels = (m + layout.PANEL - 1) // layout.PANEL
-    return max(1, min(4 if m <= 1024 else 2, -(-528 // max(1, panels)), (groups + 3) // 4))
+    return max(1, min(4 if m <= kernels.HOPPER_FEW_TOKENS else 2, -(-528 // max(1, panels)), (groups + 3) // 4))
 
 
 def _rows(m: int) -> int:

@@ -302,7 +302,8 @@ def record_block(
             smooth = search_smoothing(statistics.absmax, rows, weights, rotation=rotation, clip=config.act_clip)
         else:
             smooth = statistics.smoothing(config.smoothing)
-        accumulators[leader] = SumAccumulator(statistics.absmax, ActivationTransform(smooth, rotation, config.act_clip))
+        transform = ActivationTransform(smooth, rotation, config.act_clip, config.activation)
+        accumulators[leader] = SumAccumulator(statistics.absmax, transform)
     if first.kept is not None:
         for name, batches in first.kept.items():
             for rows in batches:

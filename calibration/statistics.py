@@ -12,7 +12,7 @@ from torch import Tensor
 from svdq.objective import ActivationSums
 from svdq.products import gram, matmul
 from svdq.ranks import Ranks
-from svdq.rounding import ActivationTransform, fake_quantize_activation
+from svdq.rounding import ActivationTransform
 
 CHUNK_TOKENS = 4096
 _SMOOTH_FLOOR, _SMOOTH_RANGE = 1e-5, (1e-2, 1e2)
@@ -76,7 +76,7 @@ class SumAccumulator:
         """x (tokens, k), raw inputs."""
         for chunk in x.split(CHUNK_TOKENS):
             transformed = self.transform.apply(chunk)
-            quantized = fake_quantize_activation(transformed, self.transform.clip)
+            quantized = self.transform.fake_quantize(transformed)
             self.xx += gram(transformed)
             self.xq += matmul(transformed.t(), quantized)
             self.qq += gram(quantized)

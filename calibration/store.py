@@ -136,7 +136,8 @@ class Store:
         sums = {}
         for site in sites:
             smooth = file.read(f"{site}.smooth") if f"{site}.smooth" in file.tensors else None
-            transform = ActivationTransform(smooth, config["rotation"] != "none", config["act_clip"])
+            rotation, kind = config["rotation"] != "none", config.get("activation", "int4")
+            transform = ActivationTransform(smooth, rotation, config["act_clip"], kind)
             xx, xq, qq, absmax = (file.read(f"{site}.{key}") for key in ("xx", "xq", "qq", "absmax"))
             sums[site] = ActivationSums(xx, xq, qq, absmax, int(file.read(f"{site}.tokens")), transform)
         return BlockSums(sites, sums, never_ran)

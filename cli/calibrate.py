@@ -12,6 +12,7 @@ from svdq.cli import options
 @click.option("-o", "--out", required=True, metavar="CALIB_DIR", help="Where the store is written.")
 @click.option("--data", required=True, metavar="SRC", help="Text file, directory, hub name or input_ids jsonl.")
 @options.data_options
+@options.format_option
 @options.preset_option
 @options.activation_options
 @options.pattern_options
@@ -20,7 +21,7 @@ from svdq.cli import options
 @options.device_option
 @options.timeout_option
 @options.output_options
-def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation, act_clip,
+def command(model_dir, out, data, samples, seq_len, min_tokens, seed, form, preset, smoothing, rotation, act_clip,
             ignore, only, trust_remote_code, strict, device, timeout, json_file, quiet):  # fmt: skip
     """Take the activation sums of MODEL_DIR on SRC. Running it again resumes an unfinished store."""
     from dataclasses import asdict
@@ -32,7 +33,7 @@ def command(model_dir, out, data, samples, seq_len, min_tokens, seed, preset, sm
     from svdq.ranks import join, local_device
 
     config = options.calibration_config(
-        preset, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
+        preset, form, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
         smoothing=smoothing, rotation=rotation, act_clip=act_clip,
     )  # fmt: skip
     where = resolve_device(local_device(device))

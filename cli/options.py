@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from svdq.config import (
+    FORMATS,
     SEARCH,
     TUNED_PRESETS,
     CalibrationConfig,
@@ -99,16 +100,33 @@ activation_options = _stack(
     click.option("--rotation", show_default="hadamard64", help="hadamard64 or none."),
     click.option("--act-clip", type=float, show_default="0.85", help="Activation scale = clip * absmax / 7."),
 )
+format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice(list(FORMATS)),
+    default="w4a4",
+    show_default=True,
+    help="Of the weights and activations; w4a16, w8a16 and nf4 leave activations in 16 bits.",
+)
 pattern_options = _stack(
     click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears in 16 bits."),
     click.option("--only", multiple=True, metavar="PATTERN", help="Quantize only these."),
 )
 weight_options = _stack(
+    format_option,
+    click.option("--symmetric", is_flag=True, default=None, help="Of w4a16: no zero points."),
     click.option("--rank", type=int, show_default=str(_LAYER.rank), help="Rank of the 16-bit correction; 0 = none."),
-    click.option("--group-size", type=int, show_default=str(_LAYER.group_size), help="Weights that share a scale."),
+    click.option(
+        "--group-size",
+        type=int,
+        show_default=str(_LAYER.group_size),
+        help="Weights that share a scale; 0 = a whole row (w4a16).",
+    ),
     click.option("--rounds", type=int, show_default=str(_LAYER.rounds), help="GPTQ / SVD alternations."),
     click.option("--damping", type=float, show_default="K / tokens, 0.01 to 0.5", help="Share of the mean diagonal."),
-    click.option("--objective", show_default=_LAYER.objective, help="output (activation error seen), weight or svd."),
+    click.option(
+        "--objective", show_default=_LAYER.objective, help="output (activation error seen), weight, svd or nearest."
+    ),
     click.option("--sweeps", type=int, show_default="0", help="Coordinate-descent sweeps over the codes."),
     click.option("--svd", show_default=_LAYER.svd, help="auto, krylov or exact."),
     click.option(
@@ -117,16 +135,17 @@ weight_options = _stack(
 )
 
 
-def calibration_config(preset_name: str, **values: Any) -> CalibrationConfig:
-    """Preset, then whatever was given explicitly."""
-    return CalibrationConfig(**{**preset(preset_name)[0], **_given(values)})
+def calibration_config(preset_name: str, form: str = "w4a4", **values: Any) -> CalibrationConfig:
+    """Preset, then what the format asks for, then whatever was given explicitly."""
+    of_format = {"activation": "nvfp4", "act_clip": 1.0} if form == "nvfp4" else {}
+    return CalibrationConfig(**{**preset(preset_name)[0], **of_format, **_given(values)})
 
 
 def quant_config(
-    preset_name: str, ignore: tuple, only: tuple, override: tuple, linears_only: bool, **values: Any
+    preset_name: str, ignore: tuple, only: tuple, override: tuple, linears_only: bool, form: str = "w4a4", **values: Any
 ) -> QuantConfig:
-    layer = LayerConfig(**{**preset(preset_name)[1], **_given(values)})
-    return QuantConfig(layer, ignore, only, tuple(parse_override(text) for text in override), linears_only)
+    layer = LayerConfig(**{"format": form, **FORMATS[form], **preset(preset_name)[1], **_given(values)})
+    return QuantConfig(layer, ignore, only, tuple(parse_override(text, layer) for text in override), linears_only)
 
 
 def tune_config(preset_name: str, steps: int | None, seed: int) -> TuneConfig | None:

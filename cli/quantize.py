@@ -1,4 +1,4 @@
-"""svdq quantize: a model directory into one W4A4 checkpoint."""
+"""svdq quantize: a model directory into one checkpoint."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from svdq.cli import options
 @options.verbose_option
 @click.pass_context
 def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation,
-            act_clip, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune, ignore, only,
-            linears_only, dry_run, strict, trust_remote_code, device, timeout, json_file, quiet,
+            act_clip, form, symmetric, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune,
+            ignore, only, linears_only, dry_run, strict, trust_remote_code, device, timeout, json_file, quiet,
             verbose):  # fmt: skip
     """Quantize MODEL_DIR into OUT.safetensors. A killed run resumes when the same command is given again."""
     from pathlib import Path
@@ -39,22 +39,32 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     from svdq.calibration.store import Store
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
     from svdq.cli.tune import tune_file
+    from svdq.config import WEIGHT_ONLY
     from svdq.errors import ConfigError
     from svdq.models import resolve_device
     from svdq.ranks import join, local_device
 
     config = options.quant_config(
-        preset, ignore, only, override, linears_only, rank=rank, group_size=group_size, rounds=rounds,
-        damping=damping, objective=objective, sweeps=sweeps, svd=svd,
+        preset, ignore, only, override, linears_only, form, symmetric=symmetric, rank=rank,
+        group_size=group_size, rounds=rounds, damping=damping, objective=objective, sweeps=sweeps, svd=svd,
     )  # fmt: skip
     calibration = options.calibration_config(
-        preset, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
+        preset, form, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed,
         smoothing=smoothing, rotation=rotation, act_clip=act_clip,
     )  # fmt: skip
     tuning = options.tune_config(preset, tune, seed)
     if calib and data:
         raise ConfigError("--calib and --data: both given; wanted a store or a text to calibrate on, not both")
-    if not calib and not data and not dry_run:
+    if form in WEIGHT_ONLY:
+        options.refuse_given(
+            context, ("smoothing", "rotation", "act_clip"), f"is of 4-bit activations, {form} has none"
+        )
+    alone = config.layer.objective == "nearest"
+    if alone and (calib or data or tuning):
+        raise ConfigError("--objective nearest: looks at no data; leave out --calib, --data and --tune")
+    if tuning and form != "w4a4":
+        raise ConfigError(f"--tune: knows w4a4 alone, not {form}")
+    if not calib and not data and not dry_run and not alone:
         raise ConfigError("wanted --calib CALIB_DIR (from svdq calibrate) or --data SRC to calibrate on")
     if calib:
         options.refuse_given(
@@ -71,10 +81,11 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     store = Store.open(calib) if calib else None
     if store is not None:
         store.check_model(model.files.source_fingerprint())
-        _check_preset(store, preset, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
+        if form not in WEIGHT_ONLY:
+            _check_preset(store, preset, form, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
     if dry_run:
         linears, count = the_plan.linears, samples * seq_len
-        memory = {} if calib else {"calibrate": preflight.calibration_bytes(model, linears, count, where)}
+        memory = {} if calib or alone else {"calibrate": preflight.calibration_bytes(model, linears, count, where)}
         memory["quantize"] = preflight.quantization_bytes(linears, where)
         console.say(report.plan_text(the_plan, memory, where.type))
         options.write_report(
@@ -91,7 +102,7 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     learned = store.tokens() if store and tuning else tokens  # before any work: an older store has none
     summary = pipeline.quantize(
         model, untuned, config, store=store, data=tokens,
-        calibration=None if store else calibration, device=where, progress=console.progress, ranks=ranks,
+        calibration=None if store or alone else calibration, device=where, progress=console.progress, ranks=ranks,
     )  # fmt: skip
     if summary is None:
         return 0  # rank 0 does the rest
@@ -117,14 +128,14 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     return 1 if strict and (summary.repairs or summary.warnings or undone) else 0
 
 
-def _check_preset(store, preset: str, given: dict) -> None:
+def _check_preset(store, preset: str, form: str, given: dict) -> None:
     """The activation side was decided when the store was made: an option that says otherwise is an error."""
     from svdq.config import to_dict
     from svdq.errors import ConfigError
 
     wanted = {key: value for key, value in given.items() if value is not None}
     if preset != "quality":
-        wanted = {k: v for k, v in to_dict(options.calibration_config(preset)).items() if k in given} | wanted
+        wanted = {k: v for k, v in to_dict(options.calibration_config(preset, form)).items() if k in given} | wanted
     for key, value in wanted.items():
         found = store.manifest["config"][key]
         if found != value:

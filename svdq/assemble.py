@@ -6,13 +6,11 @@ import json
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from svdq import schema
 from svdq.calibration.capture import BlockSums
 from svdq.checkpoint import Entry, SafetensorsFile, write_file
 from svdq.config import QuantConfig, to_dict
-from svdq.grid import pack_nibbles
+from svdq.formats import FORMATS
 from svdq.layer import QuantizedLinear
 from svdq.models import Linear, Model
 from svdq.preflight import Plan
@@ -24,12 +22,12 @@ def write_block(the_plan: Plan, block: int, sums: BlockSums, results: list, conf
     entries: list[Entry] = []
     layers: dict[str, dict] = {}
     for linear, result, transform in results:
-        entries += _canonical_entries(linear, result, transform)
+        entries += _canonical_entries(linear, result, config, transform)
         layers[linear.name] = {
             "n": linear.n,
             "k": linear.k,
             "rank": result.proj_up.shape[1],
-            "group_size": config.for_layer(linear.name).group_size,
+            "group_size": config.for_layer(linear.name).group_size or linear.k,
             **result.report,
         }
     selected = [linear.name for linear in the_plan.linears if linear.block == block]
@@ -40,17 +38,11 @@ def write_block(the_plan: Plan, block: int, sums: BlockSums, results: list, conf
     write_file(path, entries, {"report": json.dumps(report), "sites": json.dumps(sums.sites)})
 
 
-def _canonical_entries(linear: Linear, result: QuantizedLinear, transform: ActivationTransform) -> list[Entry]:
-    tensors = {
-        "qweight": pack_nibbles(result.codes),
-        "w_scales": result.scales,
-        "proj_down": result.proj_down,
-        "proj_up": result.proj_up,
-    }
-    if transform.smooth is not None:
-        tensors["smooth"] = transform.smooth
-    if transform.clip != 1.0:
-        tensors["act_clip"] = torch.tensor(transform.clip, dtype=torch.float32)
+def _canonical_entries(
+    linear: Linear, result: QuantizedLinear, config: QuantConfig, transform: ActivationTransform
+) -> list[Entry]:
+    layer = config.for_layer(linear.name)
+    tensors = FORMATS[layer.format].tensors(result, layer, transform)
     return [Entry(f"{linear.name}.{suffix}", t.dtype, tuple(t.shape), t.cpu) for suffix, t in tensors.items()]
 
 
@@ -91,8 +83,9 @@ def assemble(
     }
     metadata = {
         schema.QUANTIZATION_CONFIG: schema.quantization_config(
+            format=config.layer.format,
+            numbers=FORMATS[config.layer.format].config(config.layer),
             rank=config.layer.rank,
-            group_size=config.layer.group_size,
             smooth=activation["smoothing"] != 0.0,
             rotation=activation["rotation"],
             ignore=sorted(left),

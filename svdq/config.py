@@ -16,9 +16,21 @@ from typing import Any
 
 from svdq.errors import ConfigError
 
-ACTIVATION_GROUP = 64  # channels that share an activation scale; weight groups are multiples of it
+ACTIVATION_GROUP = 64  # channels that share an activation scale; W4A4's weight groups are multiples of it
+ROW = 0  # as a group size: the whole row
 SVD_METHODS = ("auto", "krylov", "exact")
-OBJECTIVES = ("output", "weight", "svd")
+OBJECTIVES = ("output", "weight", "svd", "nearest")
+ACTIVATIONS = ("int4", "nvfp4")  # what activations are calibrated for
+FORMATS: dict[str, dict[str, Any]] = {
+    # name: its weight side, as differences from the defaults
+    "w4a4": {},
+    "w4a16": {"group_size": 128, "rank": 0},
+    "w8a16": {"group_size": ROW, "rank": 0, "objective": "nearest"},
+    "nf4": {"rank": 0, "objective": "nearest"},
+    "nvfp4": {"group_size": 16},
+}
+WEIGHT_ONLY = ("w4a16", "w8a16", "nf4")
+_GROUPS = {"w4a16": (ROW, 32, 64, 128), "w8a16": (ROW,), "nf4": (64,), "nvfp4": (16,)}
 SEARCH = "search"
 ROTATIONS = ("hadamard64", "none")
 _OVERRIDABLE = ("rank", "group_size", "rounds", "damping")
@@ -30,6 +42,7 @@ class CalibrationConfig:
 
     smoothing  exponent of s_k = rms(x_k)^smoothing; 0 = no smoothing; 'search': as SVDQuant does (calibration.search)
     act_clip   activation scale = act_clip · absmax / 7
+    activation the numbers that activations become: 'int4' of w4a4 or 'nvfp4'; formats of 16-bit activations take either
     """
 
     samples: int = 128
@@ -39,6 +52,7 @@ class CalibrationConfig:
     smoothing: float | str = 0.75
     rotation: str = "hadamard64"
     act_clip: float = 0.85
+    activation: str = "int4"
 
     def __post_init__(self):
         _require_int(self, "samples", 1)
@@ -49,14 +63,21 @@ class CalibrationConfig:
             _require_range(self, "smoothing", 0.0, 1.0, or_else=f" or {SEARCH!r}")
         _require_choice(self, "rotation", ROTATIONS)
         _require_range(self, "act_clip", 0.1, 1.0)
+        _require_choice(self, "activation", ACTIVATIONS)
+        if self.activation == "nvfp4" and self.act_clip != 1.0:
+            raise ConfigError(f"act_clip: {self.act_clip} — nvfp4 knows none, wanted 1")
+        if self.activation == "nvfp4" and self.smoothing == SEARCH:
+            raise ConfigError(f"smoothing: {SEARCH} — looks at int4 activations, wanted an exponent")
 
 
 @dataclass(frozen=True)
 class LayerConfig:
     """The knobs of one linear. damping None = the rule clamp(K / tokens, 0.01, 0.5).
 
-    objective  what the steps minimise: 'output' (J), 'weight' (rounds of GPTQ(W − L) and SVD(W − Q̂)) or 'svd' (L is the
-               SVD of W, GPTQ rounds the rest, once)
+    objective  what the steps minimise: 'output' (J), 'weight' (rounds of GPTQ(W − L) and SVD(W − Q̂)), 'svd' (L is the
+               SVD of W, GPTQ rounds the rest, once) or 'nearest' (each weight to its nearest code, by no data)
+    format     one of FORMATS
+    symmetric  of w4a16: no zero points
     """
 
     rank: int = 16
@@ -67,10 +88,13 @@ class LayerConfig:
     scale_search: bool = True
     sweeps: int = 0
     svd: str = "auto"
+    format: str = "w4a4"
+    symmetric: bool = False
 
     def __post_init__(self):
+        _require_choice(self, "format", tuple(FORMATS))
         _require_int(self, "rank", 0)
-        _require_int(self, "group_size", ACTIVATION_GROUP)
+        _require_int(self, "group_size", 0)
         _require_int(self, "rounds", 1)
         _require_int(self, "sweeps", 0)
         if self.damping is not None:
@@ -79,10 +103,27 @@ class LayerConfig:
             raise ConfigError(f"scale_search: {self.scale_search!r} — wanted true or false")
         _require_choice(self, "objective", OBJECTIVES)
         _require_choice(self, "svd", SVD_METHODS)
-        if self.group_size % ACTIVATION_GROUP:
-            raise ConfigError(
-                f"group_size: {self.group_size} is not a multiple of {ACTIVATION_GROUP}, the activations' group size"
-            )
+        self._check_format()
+
+    def _check_format(self) -> None:
+        if self.format == "w4a4":
+            _require_int(self, "group_size", ACTIVATION_GROUP)
+            if self.group_size % ACTIVATION_GROUP:
+                raise ConfigError(
+                    f"group_size: {self.group_size} is not a multiple of {ACTIVATION_GROUP}, "
+                    "the activations' group size"
+                )
+        elif self.group_size not in _GROUPS[self.format]:
+            groups = " or ".join("0 (the whole row)" if g == ROW else str(g) for g in _GROUPS[self.format])
+            raise ConfigError(f"group_size: {self.group_size} — {self.format} knows {groups}")
+        if not isinstance(self.symmetric, bool) or (self.symmetric and self.format != "w4a16"):
+            raise ConfigError(f"symmetric: {self.symmetric!r} — a choice of w4a16 alone; the others always are")
+        if self.objective == "nearest" and (self.format not in WEIGHT_ONLY or self.rank or self.sweeps):
+            raise ConfigError(f"objective: nearest — for {', '.join(WEIGHT_ONLY)}, with rank 0 and no sweeps")
+        if self.format == "nf4" and self.objective != "nearest":
+            raise ConfigError(f"objective: {self.objective} — nf4 is rounded to nearest, as its readers expect")
+        if self.format == "w4a16" and self.sweeps and not self.symmetric:
+            raise ConfigError("sweeps: for symmetric codes; wanted --symmetric or --sweeps 0")
 
 
 @dataclass(frozen=True)
@@ -150,8 +191,8 @@ def matches(pattern: str, name: str) -> bool:
     )
 
 
-def parse_override(text: str) -> tuple[str, dict[str, Any]]:
-    """'PATTERN:rank=32,group_size=128' → (pattern, {knob: value})."""
+def parse_override(text: str, layer: LayerConfig | None = None) -> tuple[str, dict[str, Any]]:
+    """'PATTERN:rank=32,group_size=128' → (pattern, {knob: value}); layer: what the values are to go with."""
     pattern, colon, assignments = text.rpartition(":")
     if not colon or not pattern or "=" not in assignments:
         raise ConfigError(f"--override {text!r}: wanted 'PATTERN:knob=value,…', e.g. 'down_proj:rank=32'")
@@ -165,7 +206,7 @@ def parse_override(text: str) -> tuple[str, dict[str, Any]]:
             values[knob] = float(value) if knob == "damping" else int(value)
         except ValueError:
             raise ConfigError(f"--override {text!r}: {knob}={value!r} is not a number") from None
-    dataclasses.replace(LayerConfig(), **values)  # range checks
+    dataclasses.replace(layer or LayerConfig(), **values)  # range checks
     return pattern, values
 
 

@@ -31,11 +31,11 @@ from torch import Tensor
 from svdq.config import LayerConfig
 from svdq.errors import NumericsError
 from svdq.gptq import coordinate_descent, gptq, inverse_factor, upper_cholesky
-from svdq.grid import INT4_WEIGHT, Grid
+from svdq.grid import Grid, weight_grid
 from svdq.lowrank import factors, low_rank, top_left_vectors
 from svdq.objective import ActivationSums, relative
 from svdq.products import gram, matmul
-from svdq.rounding import ActivationTransform
+from svdq.rounding import ActivationTransform, round_to_nearest
 
 MAX_RATIO = 20.0  # of the mean diagonal: 12 raises from 1e-6; more would be another matrix
 
@@ -55,8 +55,8 @@ class PreparedSite:
     shift: float  # λ itself
     chol_xx: Tensor  # C with C·Cᵀ = Hxx
     seen_codes: Tensor  # Hxqᵀ·C⁻ᵀ: Q̂ times it is what X'·Lᵀ can repair of X̂·Q̂ᵀ, in the metric C
-    rest: Tensor | None  # Hqq − seen_codes·seen_codesᵀ, the rest of it; None for 'output', which does not need it
-    to_codes: Tensor | None  # A = Hxq·Hqq⁻¹; None for the objectives that do not see Qa, where A = 1
+    rest: Tensor | None  # Hqq − seen_codes·seen_codesᵀ, the rest of it; None where it is 0 or not needed ('output')
+    to_codes: Tensor | None  # A = Hxq·Hqq⁻¹; None for the objectives that do not see Qa, and without Qa: A = 1
     chol_schur: Tensor | None  # C with C·Cᵀ = S + jitter, S = Hxx − A·Hxqᵀ; None for these
     jitter: float
     hessian: Tensor  # the metric that GPTQ rounds in: Hqq, or Hxx for these
@@ -66,15 +66,17 @@ class PreparedSite:
 
 @dataclass
 class QuantizedLinear:
-    """A quantized layer as formats.md §1 stores it, and what happened on the way.
+    """A quantized layer, and what happened on the way.
 
-    codes int8 (n, k), scales float16 (n, k/group), proj_down float16 (k, r) for the raw input, proj_up float16 (n, r)
+    codes int8 (n, k), scales (n, k/group) in the grid's type, proj_down float16 (k, r) for the raw input, proj_up
+    float16 (n, r), unit float32 (n,) that the scales are multiplied by (NVFP4) or None
     """
 
     codes: Tensor
     scales: Tensor
     proj_down: Tensor
     proj_up: Tensor
+    unit: Tensor | None = None
     report: dict = field(default_factory=dict)
 
 
@@ -96,7 +98,8 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
         repairs.append("inputs all zero: identity metric")
         mean_energy = 1.0
     ratio = damping_ratio(channels, sums.tokens) if config.damping is None else config.damping
-    sees_codes = config.objective == "output"
+    exact = sums.transform.dtype is None  # 16-bit activations: all three sums are one
+    sees_codes = config.objective == "output" and not exact
     metric = sums.qq if sees_codes else sums.xx
 
     def damped(matrix: Tensor, ratio: float) -> Tensor:
@@ -113,9 +116,13 @@ def prepare_site(sums: ActivationSums, config: LayerConfig) -> PreparedSite:
     if raises:
         repairs.append(f"damping raised {raises}x to {ratio:.1e}")
     # A site of 14,336 channels has 1.6 GB in each float64 matrix: they are made one after another, and few at a time.
-    seen = torch.linalg.solve_triangular(chol_xx, damped(sums.xq, ratio), upper=False)
-    seen_codes, chol_xx = seen.t().float().contiguous(), chol_xx.float()
-    rest = None if sees_codes else damped(sums.qq, ratio).sub_(gram(seen)).float()
+    if exact:
+        chol_xx = chol_xx.float()
+        seen_codes, rest = chol_xx, None
+    else:
+        seen = torch.linalg.solve_triangular(chol_xx, damped(sums.xq, ratio), upper=False)
+        seen_codes, chol_xx = seen.t().float().contiguous(), chol_xx.float()
+        rest = None if sees_codes else damped(sums.qq, ratio).sub_(gram(seen)).float()
     to_codes, chol_schur, jitter = None, None, 0.0
     if sees_codes:
         seen = torch.linalg.solve_triangular(upper, damped(sums.xq, ratio).t(), upper=True)
@@ -180,14 +187,18 @@ def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: Laye
     transform = site.transform
     stack = _Stack([len(weight) for weight in weights], config)
     weight = torch.cat([transform.weight(weight).float() for weight in weights])
-    grid = INT4_WEIGHT.with_group(config.group_size)
+    grid = weight_grid(config, weight.shape[1])
+    unit = _units(weight, stack) if grid.e2m1 else None
     importance = site.hessian.diagonal() if config.scale_search else None
     seen = matmul(weight, site.chol_xx)
     energy = stack.energies(seen)
     undamped_energy = energy - site.shift * stack.energies(weight)
 
     if site.to_codes is None or site.chol_schur is None:  # what is rounded is W' − L itself
-        up, down = stack.low_rank(weight, rank=config.rank if config.objective == "svd" else 0)
+        if config.objective == "output":  # 16-bit activations: the best L for unrounded Q̂ = W − L would be any
+            up, down = stack.low_rank(weight, seen)
+        else:
+            up, down = stack.low_rank(weight, rank=config.rank if config.objective == "svd" else 0)
         full_target = weight
     else:
         seen_schur = matmul(weight, site.chol_schur)
@@ -197,23 +208,25 @@ def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: Laye
     for _ in range(config.rounds if config.rank and config.objective != "svd" else 1):
         seen_down = down.t() if site.to_codes is None else down.t() @ site.to_codes
         target = full_target - up @ seen_down
-        codes, scales, losses = gptq(target, site.factor, grid, search=config.scale_search, importance=importance)
-        weight_hat = grid.decode(codes, scales)
+        codes, scales, losses = gptq(
+            target, site.factor, grid, search=config.scale_search, importance=importance, unit=unit
+        )
+        weight_hat = grid.decode(codes, scales, unit=unit)
         if config.sweeps:
-            codes = coordinate_descent(codes, scales, target, site.hessian, grid, config.sweeps)
-            weight_hat = grid.decode(codes, scales)
+            codes = coordinate_descent(codes, scales, target, site.hessian, grid, config.sweeps, unit)
+            weight_hat = grid.decode(codes, scales, unit=unit)
             missed = weight_hat - target
             losses = ((missed @ site.hessian) * missed).sum(1, dtype=torch.float64)
         _refuse_overflow(scales)
         measured = seen - matmul(weight_hat, site.seen_codes)
         repairable = stack.energies(measured - up @ (down.t() @ site.chol_xx))
-        if site.rest is None:
-            assert site.chol_schur is not None  # prepare_site makes the one or the other
+        if site.chol_schur is not None:
             left = stack.energies(seen_schur - up @ (down.t() @ site.chol_schur))
             after_codes = left - site.jitter * stack.energies(weight - up @ down.t()) + stack.sums(losses)
             unrepaired = after_codes - repairable
         else:
-            unrepaired = stack.sums(((weight_hat @ site.rest) * weight_hat).sum(1, dtype=torch.float64))
+            lost = torch.zeros_like(losses) if site.rest is None else ((weight_hat @ site.rest) * weight_hat).sum(1)
+            unrepaired = stack.sums(lost.double())
             after_codes = unrepaired + repairable
         if config.objective == "weight":
             up, down = stack.low_rank(weight - weight_hat)
@@ -229,7 +242,8 @@ def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: Laye
         for number, (one, value, *of_one) in enumerate(zip(best, after_lowrank.tolist(), *errors, strict=True)):
             rows, columns = stack.rows[number], stack.columns(number)
             factors_of_one = stored_down[:, columns].contiguous(), stored_up[rows, columns].contiguous()
-            one.offer(value, of_one, (codes[rows], scales[rows], *factors_of_one))
+            units = None if unit is None else unit[rows]
+            one.offer(value, of_one, (codes[rows], scales[rows], *factors_of_one, units))
         if not any(one.goes_on for one in best):
             break
 
@@ -237,9 +251,37 @@ def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: Laye
     for rows, one in zip(stack.rows, best, strict=True):
         repairs = [*site.repairs, *_tiny_groups(weight[rows], grid)]
         common = {"damping": site.damping, "tokens": site.tokens, "repairs": repairs}
-        codes, scales, down, up = one.tensors
-        results.append(QuantizedLinear(codes, scales, down, up, {**one.report(), **common}))
+        codes, scales, down, up, units = one.tensors
+        results.append(QuantizedLinear(codes, scales, down, up, units, {**one.report(), **common}))
     return results
+
+
+def round_linear(weight: Tensor, config: LayerConfig) -> QuantizedLinear:
+    """Every weight to its nearest code, scales from each group's range: no data, no low rank. weight (n, k)."""
+    if not torch.isfinite(weight).all():
+        raise NumericsError("the weight holds a NaN or Inf")
+    wide, (n, k) = weight.float(), weight.shape
+    grid = weight_grid(config, k)
+    codes, scales = round_to_nearest(wide, grid)
+    _refuse_overflow(scales)
+    none = wide.new_zeros((0,), dtype=torch.float16)
+    error = relative((wide - grid.decode(codes, scales)).square().sum().item(), wide.square().sum().item())
+    report = nearest_report(error, _tiny_groups(wide, grid))
+    return QuantizedLinear(codes, scales, none.view(k, 0), none.view(n, 0), report=report)
+
+
+def nearest_report(error: float, repairs: list[str]) -> dict[str, Any]:
+    """As `quantize_linears` reports. error: of the weights, ‖W − Ŵ‖ / ‖W‖; no data was seen."""
+    return {"error": error, "rounds": [], "kept_round": 0, "damping": 0.0, "tokens": 0, "repairs": repairs}
+
+
+def _units(weight: Tensor, stack: _Stack) -> Tensor:
+    """(n,) float32: of each linear the factor that puts its largest weight at E2M1's end times E4M3's."""
+    unit = weight.new_empty(len(weight))
+    for rows in stack.rows:
+        largest = weight[rows].abs().amax()
+        unit[rows] = torch.where(largest > 0, largest / (6.0 * 448.0), 1.0)
+    return unit
 
 
 class _Stack:
@@ -288,10 +330,10 @@ class _Round:
 
     def __init__(self) -> None:
         self.goes_on, self.smallest, self.kept = True, math.inf, 0
-        self.tensors: tuple[Tensor, ...] = ()
+        self.tensors: tuple[Any, ...] = ()
         self.errors: list[dict[str, float]] = []
 
-    def offer(self, value: float, errors: list[float], tensors: tuple[Tensor, ...]) -> None:
+    def offer(self, value: float, errors: list[float], tensors: tuple[Any, ...]) -> None:
         if not self.goes_on:
             return
         self.errors.append(dict(zip(("damped_after_codes", "damped_after_lowrank", "error"), errors, strict=True)))
@@ -304,11 +346,13 @@ class _Round:
 
 
 def _tiny_groups(weight: Tensor, grid: Grid) -> list[str]:
+    if grid.scale_dtype != torch.float16:
+        return []
     absmax = weight.unflatten(1, (-1, grid.group)).abs().amax(2)
     tiny = int(((absmax > 0) & ((absmax / grid.hi).half() == 0)).sum())
     return [f"{tiny} groups too small for a float16 scale, rounded to 0"] if tiny else []
 
 
 def _refuse_overflow(*stored: Tensor) -> None:
-    if not all(torch.isfinite(tensor).all() for tensor in stored):
+    if not all(torch.isfinite(tensor.float()).all() for tensor in stored):
         raise NumericsError("a stored scale or low-rank factor exceeds float16 (65504); leave it in 16 bits: --ignore")

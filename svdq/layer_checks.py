@@ -19,6 +19,7 @@ from torch import Tensor
 
 from svdq.errors import ConfigError
 from svdq.export import DTYPES, pack_layers, packed_sizes, unpack_layers
+from svdq.formats import FORMATS, Decoded
 from svdq.grid import INT4_ACTIVATION
 from svdq.kernels import layout
 from svdq.kernels.launch import require
@@ -68,6 +69,8 @@ def ratio(difference: Tensor, reference: Tensor) -> float:
 
 def repacked(layer: Layer) -> tuple[Layer, bool]:
     """The layer after pack and unpack, and whether it is the same bit for bit."""
+    if layer.format != "w4a4":
+        return _stored_again(layer)
     dtype = layer.scales.dtype
     part = unpack_layers(pack_layers([layer], dtype), packed_sizes([layer]))[0]
     smooth = part.pop("smooth")
@@ -81,6 +84,22 @@ def repacked(layer: Layer) -> tuple[Layer, bool]:
     else:
         again.bias = layer.bias  # a float32 bias is cast when it is packed; that is no error of the path
     return again, all(torch.equal(a, b) for a, b in pairs)
+
+
+def _stored_again(layer: Layer) -> tuple[Layer, bool]:
+    """As `repacked`, of a format that is packed in its canonical order: codes and scales from their stored tensors."""
+    form = FORMATS[layer.format]
+    symmetric = layer.format == "w4a16" and "w_zeros" not in layer.stored
+    tensors = form.store(Decoded(layer.codes, layer.scales, layer.unit), symmetric)
+    decoded = form.load(tensors)
+    again = replace(layer, codes=decoded.codes, scales=decoded.scales, unit=decoded.unit)
+    same = all(_same_bytes(tensor, layer.stored[suffix]) for suffix, tensor in tensors.items())
+    return again, same and torch.equal(again.weight_hat(), layer.weight_hat())
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Of 8-bit floats too, which torch.equal does not know."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 # ---------------------------------------------------------------------------------------------- the kernels

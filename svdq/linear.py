@@ -39,7 +39,7 @@ class _Packed(nn.Module):
     def __init__(self, parts: list[Layer], kernels: str = "auto", activations: str = "int4"):
         super().__init__()
         check_path(kernels, activations)
-        if activations != "fp8" and any(part.transform.values for part in parts):
+        if activations != "fp8" and any(part.transform.dtype == "fp8" for part in parts):
             raise ConfigError(f"{parts[0].name}: a layer with 8-bit activations, activations={activations!r}")
         sizes, transform = packed_sizes(parts), parts[0].transform
         padded = sizes.padded()

@@ -15,13 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from svdq import __version__
 from svdq.assemble import assemble, write_block
@@ -30,14 +28,13 @@ from svdq.calibration.data import TokenData, batches
 from svdq.calibration.sources import locate
 from svdq.calibration.store import Store
 from svdq.checkpoint import open_file, read_json, write_json
-from svdq.config import SEARCH, CalibrationConfig, LayerConfig, QuantConfig, first_difference, to_dict
-from svdq.errors import CheckpointError, ConfigError, NumericsError
-from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linears
-from svdq.models import Linear, Model, compute_dtype, read_weight
-from svdq.objective import ActivationSums
+from svdq.config import SEARCH, WEIGHT_ONLY, CalibrationConfig, QuantConfig, first_difference, to_dict
+from svdq.errors import CheckpointError, ConfigError
+from svdq.formats import FORMATS
+from svdq.models import Linear, Model, compute_dtype
 from svdq.preflight import WIDE, Plan, check_groups, check_run_output, device_warnings, plan, token_warnings
 from svdq.ranks import ALONE, Ranks
-from svdq.rounding import ActivationTransform
+from svdq.sites import quantize_site, site_jobs, without_sums
 
 TOKENS_PER_BATCH = 4096
 Progress = Callable[[str, int, int], None]  # stage, blocks done, blocks in all
@@ -196,7 +193,8 @@ def quantize(
     progress: Progress = _silent,
     ranks: Ranks = ALONE,
 ) -> QuantizationSummary | None:
-    """Quantize a model from a calibration store, or from data directly (same bytes either way).
+    """Quantize a model from a calibration store, or from data directly (same bytes either way); with the objective
+    'nearest' from neither.
 
     With several ranks, each quantizes blocks of its own, from a store; the bytes are those of one. Rank 0 alone writes
     the file and returns the summary; the others return None when they have done their part.
@@ -206,7 +204,7 @@ def quantize(
     started = time.perf_counter()
     device = torch.device(device)
     the_plan = plan(model, config)
-    activation, calibrated = _calibration_identity(model, the_plan, store, data, calibration)
+    activation, calibrated = _calibration_identity(model, the_plan, config, store, data, calibration)
     out, work = check_run_output(out, the_plan, model)
     identity = {
         "config": to_dict(config),
@@ -217,7 +215,8 @@ def quantize(
         "blocks": len(model.blocks),
         "svdq": __version__,
     }
-    if store is None and ranks.count > 1:
+    alone = config.layer.objective == "nearest"
+    if store is None and ranks.count > 1 and not alone:
         raise ConfigError("several ranks quantize from a store: run svdq calibrate first, then give --calib")
     ranks.agree(lambda: _open_work(work, identity))
 
@@ -227,21 +226,27 @@ def quantize(
     total = len(model.blocks)
     progress("quantize", 0, total)
     there = ranks.agree(lambda: {block for block in range(total) if block_file(block).exists()})
-    if store is not None:
+    if alone or store is not None:
+
+        def read(block: int) -> BlockSums:
+            return without_sums(the_plan, block) if alone or store is None else store.read(block)
+
         missing = ranks.share([b for b in range(total) if b not in there])
         done = [] if ranks.count > 1 else sorted(there)
-        sums: Iterator = ((b, store.read(b) if b in missing else None) for b in sorted([*missing, *done]))
+        sums: Iterator = ((b, read(b) if b in missing else None) for b in sorted([*missing, *done]))
     else:
         assert data is not None and calibration is not None
         sums = _record_blocks(model, the_plan.linears, data, calibration, device, there.__contains__)
-    _quantize_blocks(model, the_plan, config, device, sums, block_file, total, progress, overlap=store is not None)
+    _quantize_blocks(
+        model, the_plan, config, device, sums, block_file, total, progress, overlap=alone or store is not None
+    )
     if ranks.rank:
         return None
 
     def written() -> int:
         return sum(block_file(b).exists() for b in range(total))
 
-    if store is not None:
+    if alone or store is not None:
         ranks.wait_until(written, total, "blocks are quantized")
     finished = [open_file(block_file(b)) for b in range(total) if block_file(b).exists()]
     layers: dict[str, dict] = {}
@@ -255,7 +260,7 @@ def quantize(
     repairs = [f"{name}: {repair}" for name, layer in layers.items() for repair in layer["repairs"]]
     repairs += [f"{name}: left in 16 bits, it never ran during calibration" for name in never_ran]
     left = the_plan.left_16bit + never_ran
-    warnings = token_warnings(the_plan.linears, calibrated["tokens"]) + device_warnings(device)
+    warnings = [] if alone else token_warnings(the_plan.linears, calibrated["tokens"]) + device_warnings(device)
     # written in the work directory, so that a killed run leaves nothing beside the output
     assemble(model, work / "output.safetensors", config, activation, calibrated, finished, layers, left, repairs)
     (work / "output.safetensors").replace(out)
@@ -278,9 +283,18 @@ def quantize(
 
 
 def _calibration_identity(
-    model: Model, the_plan: Plan, store: Store | None, data: TokenData | None, calibration: CalibrationConfig | None
+    model: Model,
+    the_plan: Plan,
+    quantization: QuantConfig,
+    store: Store | None,
+    data: TokenData | None,
+    calibration: CalibrationConfig | None,
 ) -> tuple[dict, dict]:
-    """(activation side, data fingerprint), after checking that the store fits the model and the selection."""
+    """(activation side, data fingerprint), after checking that the store fits the model, the selection, the format."""
+    form = quantization.layer.format
+    bare = {"smoothing": 0.0, "rotation": "none", "act_clip": 1.0, "activation": None}
+    if quantization.layer.objective == "nearest":
+        return bare, {}
     if store is None:
         if data is None or calibration is None:
             raise ConfigError("quantize needs a calibration store or data to calibrate on: --calib DIR or --data SRC")
@@ -293,7 +307,15 @@ def _calibration_identity(
                 f"{store.directory}: was calibrated without {lacking[0]}; calibrate with that linear selected"
             )
         config, calibrated = store.manifest["config"], store.manifest["data"]
-    return {key: config[key] for key in ("smoothing", "rotation", "act_clip")}, calibrated
+    if form in WEIGHT_ONLY:  # a store's sums of x xᵀ serve them, whatever activations it was taken for
+        return bare, calibrated
+    activation = {key: config.get(key, "int4") for key in bare}
+    if activation["activation"] != FORMATS[form].activation:
+        raise ConfigError(
+            f"calibrated for {activation['activation']} activations, {form} has {FORMATS[form].activation}; "
+            f"calibrate with --format {form}"
+        )
+    return activation, calibrated
 
 
 def _open_work(work: Path, identity: dict) -> None:
@@ -362,9 +384,9 @@ def _quantize_blocks(
                     done += 1
                     progress("quantize", done, total)
                     continue
-                jobs = _site_jobs(the_plan, block, sums)
+                jobs = site_jobs(the_plan, block, sums)
                 each = threads if wide else 1
-                futures = [pool.submit(_quantize_site, model, *job, config, device, each) for job in jobs]
+                futures = [pool.submit(quantize_site, model, *job, config, device, each) for job in jobs]
                 waiting.append((block, futures, sums))
                 if len(waiting) > overlap:
                     write_oldest()
@@ -377,69 +399,3 @@ def _quantize_blocks(
             raise
         finally:
             torch.set_num_threads(threads)
-
-
-def _site_jobs(the_plan: Plan, block: int, sums: BlockSums) -> list[tuple[ActivationSums, list[Linear]]]:
-    """One job a site, the most expensive first."""
-    by_name = {linear.name: linear for linear in the_plan.linears if linear.block == block}
-    jobs = []
-    for site, names in sums.sites.items():
-        if members := [by_name[name] for name in names if name in by_name]:
-            jobs.append((sums.sums[site], members))
-    return sorted(jobs, key=lambda job: -sum(3 * m.k**3 + m.n * m.k**2 for m in job[1]))
-
-
-def _quantize_site(
-    model: Model,
-    sums: ActivationSums,
-    members: list[Linear],
-    config: QuantConfig,
-    device: torch.device,
-    threads: int,
-) -> list[tuple[Linear, QuantizedLinear, ActivationTransform]]:
-    torch.set_num_threads(threads)  # per call: a part of this setting is one for all threads
-    started = time.perf_counter()
-    moved = sums.to(device)
-    prepared: dict[tuple, PreparedSite] = {}
-    stacks: dict[LayerConfig, list[Linear]] = {}
-    for linear in members:
-        layer = config.for_layer(linear.name)
-        stacks.setdefault(layer, []).append(linear)
-        if (key := (layer.damping, layer.objective)) not in prepared:
-            with _named(linear):
-                prepared[key] = prepare_site(moved, layer)
-    transform = moved.transform
-    del moved  # of a wide site on a GPU, 2.5 GB
-    results = []
-    for layer, stack in stacks.items():
-        weights = [read_weight(model, linear).to(device) for linear in stack]
-        for linear, result in zip(stack, _quantize_stack(stack, weights, prepared, layer), strict=True):
-            results.append((linear, result, transform))
-    seconds = time.perf_counter() - started
-    for linear, result, _ in results:
-        result.report["seconds"] = round(seconds * linear.n / sum(member.n for member in members), 3)
-    return results
-
-
-def _quantize_stack(
-    stack: list[Linear], weights: list[Tensor], prepared: dict[tuple, PreparedSite], layer: LayerConfig
-) -> list[QuantizedLinear]:
-    """The linears of one site and configuration. Raises NumericsError with the name of the one that it is about."""
-    site = prepared[layer.damping, layer.objective]
-    try:
-        return quantize_linears(weights, site, layer)
-    except NumericsError:
-        results = []
-        for linear, weight in zip(stack, weights, strict=True):
-            with _named(linear):
-                results += quantize_linears([weight], site, layer)
-        return results
-
-
-@contextmanager
-def _named(linear: Linear) -> Iterator[None]:
-    """A NumericsError inside gets the linear's name."""
-    try:
-        yield
-    except NumericsError as error:
-        raise NumericsError(f"{linear.name}: {error}") from None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from svdq import schema
 from svdq.calibration.capture import REPLAY_BYTES
 from svdq.calibration.statistics import CHUNK_TOKENS
 from svdq.config import ACTIVATION_GROUP, QuantConfig, matches
 from svdq.errors import CheckpointError, ConfigError
+from svdq.formats import FORMATS
 from svdq.kernels import quantizer
 from svdq.models import Linear, Model, compute_dtype
 
@@ -51,8 +51,9 @@ def plan(model: Model, config: QuantConfig) -> Plan:
         stored = model.files.info(f"{linear.name}.weight").dtype
         if stored not in _WEIGHT_TYPES:
             problems.append(f"{linear.name}: its weight is stored as {stored}; wanted a 16- or 32-bit model")
-        if linear.k % layer.group_size:
-            problems.append(_indivisible(linear, layer.group_size))
+        unit = layer.group_size or (1 if layer.format == "w8a16" else 32)  # W4A16's words and their loads: 32 codes
+        if linear.k % unit:
+            problems.append(_indivisible(linear, unit, smaller=layer.format == "w4a16" and linear.k % 32 == 0))
         elif layer.rank > min(linear.n, linear.k):
             problems.append(
                 f"{linear.name}: rank {layer.rank} exceeds its size {linear.n} x {linear.k}; "
@@ -129,9 +130,7 @@ def _sites(block: list[Linear]) -> list[tuple[int, int]]:
 
 def _quantized_bytes(linear: Linear, config: QuantConfig) -> int:
     layer = config.for_layer(linear.name)
-    shapes = schema.canonical_shapes(linear.n, linear.k, layer.rank, layer.group_size)
-    sizes = {rule.suffix: rule.dtype.itemsize for rule in schema.CANONICAL if rule.dtype is not None}
-    return sum(sizes[suffix] * torch.Size(shape).numel() for suffix, shape in shapes.items() if suffix in sizes)
+    return FORMATS[layer.format].stored_bytes(linear.n, linear.k, layer)
 
 
 def check_output(path: str | Path, needed_bytes: int, sources: Sequence[Path] = ()) -> Path:
@@ -196,10 +195,12 @@ def check_groups(linears: list[Linear]) -> None:
         raise ConfigError("\n".join(_indivisible(linear, ACTIVATION_GROUP) for linear in bad))
 
 
-def _indivisible(linear: Linear, group: int) -> str:
+def _indivisible(linear: Linear, group: int, smaller: bool = False) -> str:
+    fitting = next((size for size in (64, 32) if linear.k % size == 0), 0) if smaller else 0
+    other = f"take --group-size {fitting}, or " if fitting else ""
     return (
         f"{linear.name}: in_features {linear.k} is not a multiple of the group size {group}; "
-        f"leave it in 16 bits with --ignore '{linear.name}'"
+        f"{other}leave it in 16 bits with --ignore '{linear.name}'"
     )
 
 

@@ -7,7 +7,7 @@ its tensors with the types and shapes that the schema asks for.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from svdq import schema
 from svdq.checkpoint import SafetensorsFile, open_file
-from svdq.config import ROTATIONS
+from svdq.config import ROTATIONS, LayerConfig
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import DTYPES, PackedSizes, unpack_layers
-from svdq.grid import INT4_WEIGHT, unpack_nibbles
+from svdq.formats import FORMATS
 from svdq.models import file_kind
 from svdq.rounding import ActivationTransform
 
@@ -30,7 +30,8 @@ ACTIVATIONS = ("int4", "fp8")  # W4A4, W4A8
 class Layer:
     """One quantized linear in row-major order.
 
-    codes int8 (n, k), scales (n, k/group), proj_down (k, r), proj_up (n, r), bias (n,) or None
+    codes int8 (n, k), scales (n, k/group) and unit (n,) or None, as svdq.grid has them; proj_down (k, r), proj_up
+    (n, r), bias (n,) or None; stored: the file's own tensors, of formats whose kernels read those
     """
 
     name: str
@@ -40,6 +41,9 @@ class Layer:
     proj_up: Tensor
     bias: Tensor | None
     transform: ActivationTransform
+    unit: Tensor | None = None
+    format: str = "w4a4"
+    stored: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Layer:
         return Layer(
@@ -50,6 +54,9 @@ class Layer:
             self.proj_up.to(device),
             None if self.bias is None else self.bias.to(device),
             self.transform.to(device),
+            None if self.unit is None else self.unit.to(device),
+            self.format,
+            {suffix: tensor.to(device) for suffix, tensor in self.stored.items()},
         )
 
     @property
@@ -58,7 +65,8 @@ class Layer:
 
     def weight_hat(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dequantized residual, (n, k)."""
-        return INT4_WEIGHT.with_group(self.group_size).decode(self.codes, self.scales, dtype)
+        grid = FORMATS[self.format].grid.with_group(self.group_size)
+        return grid.decode(self.codes, self.scales, dtype, self.unit)
 
 
 class QuantizedFile:
@@ -77,6 +85,8 @@ class QuantizedFile:
         self.ties: dict[str, str] = self.meta(schema.TIES, dict)
         self.report: dict[str, Any] = self.meta(schema.REPORT, dict)
         self._check_metadata()
+        if activations != "int4" and self.format.name != "w4a4":
+            raise ConfigError(f"activations={activations!r}: a choice of w4a4, {file.path} is {self.format.name}")
         self.rotation = self.config["rotation"] != "none"
         one = DTYPES.get(str(self.config["packing"].get("dtype")))
         if self.kind == "packed" and one is None:
@@ -87,15 +97,16 @@ class QuantizedFile:
         self._packed: dict[str, tuple[str, PackedSizes]] = {}  # part name → (packed name, its sizes)
         for name, entry in entries.items():
             if self.kind == "canonical":
-                self.layers[name] = sizes = schema.layer_sizes(entry, name)
-                self._check(name, schema.CANONICAL, dict(zip("nkrg", sizes, strict=True)))
+                self.layers[name] = sizes = schema.layer_sizes(entry, name, self.format.group_unit)
+                self._check(name, self.format.rules, dict(zip("nkrg", sizes, strict=True)))
             else:
                 packed = PackedSizes.from_dict(entry, name)
                 self._check(name, schema.PACKED, packed.padded())
                 for part in packed.parts:
                     self.layers[part.name] = (part.n, packed.k, part.rank, packed.group_size)
                     self._packed[part.name] = (name, packed)
-        owned = {f"{name}.{rule.suffix}" for name in entries for rule in (*schema.CANONICAL, *schema.PACKED)}
+        rules = self.format.rules if self.kind == "canonical" else schema.PACKED
+        owned = {f"{name}.{rule.suffix}" for name in entries for rule in rules}
         self.other_tensors = [name for name in file.tensors if name not in owned]
 
     def meta(self, key: str, kind: type) -> Any:
@@ -111,11 +122,16 @@ class QuantizedFile:
     def _check_metadata(self) -> None:
         """A form that this version does not know is refused, not misread; so are values of the wrong type."""
         config, where = self.config, self.file.path
+        name = config.get("format", "w4a4")  # which files from before the others do not say
+        if not isinstance(name, str) or name not in FORMATS:
+            raise CheckpointError(f"{where}: its format is {name!r}, this svdq knows {', '.join(FORMATS)}")
+        self.format = FORMATS[name]
+        activation = self.format.config(LayerConfig())["activation"]
         known = {
             "packing.version": (config["packing"].get("version"), (schema.FORMAT_VERSION,)),
             "rotation": (config.get("rotation"), ROTATIONS),
-            "weight.dtype": (_entry(config, "weight", "dtype"), ("int4",)),
-            "activation.dtype": (_entry(config, "activation", "dtype"), ("int4",)),
+            "weight.dtype": (_entry(config, "weight", "dtype"), self.format.dtypes),
+            "activation.dtype": (_entry(config, "activation", "dtype"), (_entry(activation or {}, "dtype"),)),
         }
         for label, (found, wanted) in known.items():
             if found not in wanted:
@@ -142,7 +158,7 @@ class QuantizedFile:
             key = f"{name}.{rule.suffix}"
             info = self.file.tensors.get(key)
             if info is None:
-                if rule.optional:
+                if rule.optional and not (rule.suffix.startswith("proj_") and sizes["r"]):
                     continue
                 raise CheckpointError(f"{self.file.path}: tensor '{key}' is missing")
             wanted = rule.resolve(**sizes)
@@ -160,18 +176,22 @@ class QuantizedFile:
             return self._unpacked(name)
         tensors = {
             rule.suffix: self.file.read(f"{name}.{rule.suffix}")
-            for rule in schema.CANONICAL
+            for rule in self.format.rules
             if f"{name}.{rule.suffix}" in self.file.tensors
         }
         clip = float(tensors["act_clip"]) if "act_clip" in tensors else 1.0
+        (n, k, *_), decoded = self.layers[name], self.format.load(tensors)
         return Layer(
             name,
-            unpack_nibbles(tensors["qweight"]),
-            tensors["w_scales"],
-            tensors["proj_down"],
-            tensors["proj_up"],
+            decoded.codes,
+            decoded.scales,
+            tensors["proj_down"] if "proj_down" in tensors else torch.zeros(k, 0, dtype=torch.float16),
+            tensors["proj_up"] if "proj_up" in tensors else torch.zeros(n, 0, dtype=torch.float16),
             tensors.get("bias"),
             self._transform(tensors.get("smooth"), clip),
+            decoded.unit,
+            self.format.name,
+            {} if self.format.name == "w4a4" else tensors,
         )
 
     def _unpacked(self, name: str) -> Layer:
@@ -184,7 +204,9 @@ class QuantizedFile:
         return Layer(name=name, transform=transform, **part)
 
     def _transform(self, smooth: Tensor | None, clip: float) -> ActivationTransform:
-        return ActivationTransform(smooth, self.rotation, clip, self.activations == "fp8")
+        if self.format.name != "w4a4":
+            return ActivationTransform(smooth, self.rotation, clip, self.format.activation)
+        return ActivationTransform(smooth, self.rotation, clip, self.activations)
 
 
 def _entry(config: dict[str, Any], *path: str) -> Any:

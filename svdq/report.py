@@ -69,12 +69,18 @@ def plan_text(plan: Plan, memory: dict[str, int], device: str) -> str:
     return "\n".join([*lines, *listed(plan.left_16bit, "left in 16 bits")])
 
 
+def _seen(summary: QuantizationSummary) -> str:
+    """What the errors of the layers are of."""
+    rounded = not any(layer["rounds"] for layer in summary.layers.values())
+    return "of the weights, rounded to nearest" if rounded else "calibration data"
+
+
 def quantization_text(summary: QuantizationSummary) -> str:
     worst = sorted(summary.layers.items(), key=lambda item: -item[1]["error"])[:5]
     lines = [
         f"{summary.path}: {len(summary.layers)} linears quantized, {len(summary.left_16bit)} left in 16 bits",
         f"{size(summary.source_bytes)} -> {size(summary.output_bytes)}, "
-        f"mean layer error {percent(summary.mean_error)} (calibration data), {summary.seconds:.1f} s",
+        f"mean layer error {percent(summary.mean_error)} ({_seen(summary)}), {summary.seconds:.1f} s",
     ]
     if summary.resumed_blocks:
         lines.append(f"resumed: {summary.resumed_blocks} blocks were already done")
@@ -113,7 +119,7 @@ def verification_text(report: Report, most: int = 15) -> str:
             f"({path}, {types})"
         )
     lines += _hurting_most(report)
-    name = "W4A8" if report.activations == "fp8" else "W4A4"
+    name = "W4A8" if report.activations == "fp8" else report.format.upper()
     for output in report.outputs:
         if output.original is not None and output.quantized is not None:
             lines.append(
@@ -215,7 +221,7 @@ def inspection_text(facts: dict[str, Any], all_tensors: bool = False) -> str:
         key = tuple(entry.values())
         shapes[key] = shapes.get(key, 0) + 1
     lines = [
-        f"{facts['file']}: {facts['kind']} W4A4 checkpoint, {size(facts['bytes'])}",
+        f"{facts['file']}: {facts['kind']} {config.get('format', 'w4a4').upper()} checkpoint, {size(facts['bytes'])}",
         f"{facts['linears']} quantized linears, {size(facts['linear_bytes'])}, "
         f"{facts['bits_per_weight'] or 0:.2f} bits per weight; "
         f"{facts['other_tensors']} other tensors, {size(facts['other_bytes'])}",
@@ -252,7 +258,8 @@ def job_text(facts: dict[str, Any], every_layer: bool = False) -> str:
         lines.append(f"{len(layers)} linears, mean error {percent(mean)}")
     if every_layer and layers:
         rows = [
-            [name, percent(layer["rounds"][0]["error"]), percent(layer["error"]), f"{layer['seconds']:.2f}",
+            [name, percent(layer["rounds"][0]["error"] if layer["rounds"] else layer["error"]),
+             percent(layer["error"]), f"{layer['seconds']:.2f}",
              f"{layer['damping']:.3g}", len(layer["repairs"])]
             for name, layer in layers.items()
         ]  # fmt: skip

@@ -17,61 +17,84 @@ import torch
 from torch import Tensor
 
 from svdq.config import ACTIVATION_GROUP
-from svdq.grid import INT4_ACTIVATION, Grid
+from svdq.grid import E2M1, INT4_ACTIVATION, Grid
 
 SCALE_FRACTIONS = tuple(round(0.60 + 0.04 * i, 2) for i in range(11))
 _CACHED_GROUPS = 512  # two buffers of 64 x 512 floats stay in a core's cache
 E4M3_MAX = 448.0  # the largest float8_e4m3fn
-SMALLEST_SCALE = 2.0**-24  # the smallest positive float16, so that no stored scale is 0
 
 
-def group_scales(weight: Tensor, grid: Grid, *, search: bool = True, importance: Tensor | None = None) -> Tensor:
-    """A scale per row for ONE group of columns, as the stored dtype rounds it.
+def group_scales(
+    weight: Tensor,
+    grid: Grid,
+    *,
+    search: bool = True,
+    importance: Tensor | None = None,
+    unit: Tensor | None = None,
+) -> Tensor:
+    """What a code is multiplied by, per row, for ONE group of columns of a symmetric grid, as the stored type has it.
 
     weight      (n, g) float32, the columns of one group. Not changed.
     search      choose among SCALE_FRACTIONS of absmax/hi; otherwise absmax/hi
     importance  (g,) float32 ≥ 0, weight of each column's squared error; None = equal
+    unit        (n,) float32, what the stored scale is multiplied by; None = 1
     Returns     (n,) float32, finite and > 0: an all-zero group gets the smallest positive scale.
     """
+    return fit_group(weight, grid, search=search, importance=importance, unit=unit)[0]
+
+
+def fit_group(
+    weight: Tensor,
+    grid: Grid,
+    *,
+    search: bool = True,
+    importance: Tensor | None = None,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`group_scales`, and the zero points (n,) float32 of an asymmetric grid, whose range always holds 0."""
     columns = weight.t()  # (g, n): GPTQ's working matrix is stored that way, so this is contiguous there
-    absmax = columns.abs().amax(0)
     fractions = SCALE_FRACTIONS if search else (1.0,)
-    candidates = [
-        (absmax * (f / grid.hi)).to(grid.scale_dtype).float().clamp_min_(SMALLEST_SCALE) for f in reversed(fractions)
-    ]
-    if not search:
-        return candidates[0]
+    if grid.asymmetric:
+        low, high = columns.amin(0).clamp_max(0), columns.amax(0).clamp_min(0)
+        span = high - low
+    else:
+        span = columns.abs().amax(0)
+    steps = grid.hi - grid.lo if grid.asymmetric else grid.hi
     weights = torch.ones_like(columns[:, 0]) if importance is None else importance
     ratio, code = torch.empty_like(columns), torch.empty_like(columns)
-    best = candidates[0]
-    best_error = torch.full_like(best, torch.inf)
-    for scale in candidates:
+    best, best_zero, best_error = None, None, None
+    for fraction in reversed(fractions):
+        scale = grid.per_code(grid.store_scales(span * (fraction / steps), unit), unit)
+        zero = (-low * fraction / scale).round_().clamp_(grid.lo, grid.hi) if grid.asymmetric else None
+        if not search:
+            return scale, zero
         torch.div(columns, scale, out=ratio)
-        torch.round(ratio, out=code).clamp_(grid.lo, grid.hi)
+        grid.round(ratio, code, zero)
         error = (weights @ code.sub_(ratio).square_()).mul_(scale.square())
+        if best is None or best_error is None:
+            best, best_zero, best_error = scale, zero, error
+            continue
         better = error < best_error
         best_error, best = torch.where(better, error, best_error), torch.where(better, scale, best)
-    return best
+        if zero is not None and best_zero is not None:
+            best_zero = torch.where(better, zero, best_zero)
+    assert best is not None
+    return best, best_zero
 
 
 def round_to_nearest(
-    weight: Tensor, grid: Grid, *, search: bool = False, importance: Tensor | None = None
+    weight: Tensor, grid: Grid, *, search: bool = False, importance: Tensor | None = None, unit: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """weight (n, k) float32 → codes int8 (n, k), scales (n, k/group) in the grid's scale dtype."""
-    columns = range(0, weight.shape[1], grid.group)
-    scales = torch.stack(
-        [
-            group_scales(
-                weight[:, k : k + grid.group],
-                grid,
-                search=search,
-                importance=None if importance is None else importance[k : k + grid.group],
-            )
-            for k in columns
-        ],
-        dim=1,
-    )
-    return grid.encode(weight, scales), scales.to(grid.scale_dtype)
+    codes, scales = [], []
+    for start in range(0, weight.shape[1], grid.group):
+        members = weight[:, start : start + grid.group]
+        weights = None if importance is None else importance[start : start + grid.group]
+        scale, zero = fit_group(members, grid, search=search, importance=weights, unit=unit)
+        scales.append(grid.store_scales(scale, unit))
+        zero = None if zero is None else zero.unsqueeze(1)
+        codes.append(grid.round(members / scale.unsqueeze(1), zero=zero).to(torch.int8))
+    return torch.cat(codes, 1), torch.stack(scales, 1)
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -130,6 +153,22 @@ def quantize_activation_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.float8_e4m3fn), scales
 
 
+def quantize_activation_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The 4-bit floating-point activations of NVFP4, per token and group of 16 channels.
+
+    x        (..., k) float32, smoothed and rotated. Not changed.
+    Returns  codes int8 (..., k), doubles of E2M1 numbers, and scales float8_e4m3fn (..., k/16): absmax / 6, rounded; a
+             group whose scale rounds to 0 has codes 0. A scale ends at 448, and what lies above 6 · 448 with it.
+    """
+    groups = x.unflatten(-1, (-1, E2M1.group))
+    absmax = groups.abs().amax(-1)
+    scales = (absmax / absmax.new_full((), 6.0)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    wide = scales.float()
+    inverse = torch.where(wide > 0, (wide * E2M1.step).reciprocal(), 0.0)
+    codes = E2M1.round(groups * inverse.unsqueeze(-1))
+    return codes.nan_to_num_(nan=0.0).to(torch.int8).flatten(-2), scales
+
+
 def fake_quantize_activation(x: Tensor, clip: float = 1.0) -> Tensor:
     """x̂ = code · scale, float32 (..., k): what the GEMM sees of x."""
     codes, scales = quantize_activation(x, clip)
@@ -143,13 +182,14 @@ class ActivationTransform:
     smooth    (k,) float32 > 0, or None for 1
     rotation  whether R is the 64-point Hadamard transform (else the identity)
     clip      the activation scale is clip · absmax / 7
-    values    the activations of W4A8 instead: 8-bit numbers, one scale a token, no clip
+    dtype     of the numbers: 'int4' (W4A4), 'fp8' (W4A8: 8 bits, one scale a token, no clip), 'nvfp4' (E2M1, an e4m3
+              scale for 16 channels, no clip), or None where activations stay as they are
     """
 
     smooth: Tensor | None = None
     rotation: bool = False
     clip: float = 1.0
-    values: bool = False
+    dtype: str | None = "int4"
 
     def to(self, device: torch.device) -> ActivationTransform:
         return self if self.smooth is None else replace(self, smooth=self.smooth.to(device))
@@ -176,10 +216,18 @@ class ActivationTransform:
 
     def approximate(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """x̂ (..., k) of this dtype: what the GEMM sees of the raw input x. Codes and scales are float32 arithmetic."""
-        if self.values:
-            numbers, scales = quantize_activation_e4m3(self.apply(x))
+        if self.dtype is None:
+            return x.to(dtype)
+        return self.fake_quantize(self.apply(x), dtype)
+
+    def fake_quantize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """x̂ (..., k) of this dtype, from x' in float32."""
+        if self.dtype == "fp8":
+            numbers, scales = quantize_activation_e4m3(x)
             return numbers.to(dtype) * scales.to(dtype).unsqueeze(-1)
-        return INT4_ACTIVATION.decode(*self.quantize(x), dtype)
+        if self.dtype == "nvfp4":
+            return E2M1.decode(*quantize_activation_nvfp4(x), dtype)
+        return INT4_ACTIVATION.decode(*quantize_activation(x, self.clip), dtype)
 
     def weight(self, weight: Tensor) -> Tensor:
         """W' = W·diag(smooth)·R, the weight that x' meets; (n, k), float32 unless weight is float64."""

@@ -48,6 +48,8 @@ _EXPRESSIONS = {
     "k/2": lambda s: s["k"] // 2,
     "k/g": lambda s: s["k"] // s["g"],
     "k/64": lambda s: s["k"] // 64,
+    "k/8": lambda s: s["k"] // 8,
+    "1": lambda s: 1,
 }
 
 CANONICAL = (
@@ -62,6 +64,35 @@ CANONICAL = (
     ),
     TensorRule("act_clip", (), torch.float32, "activation scale = act_clip · absmax / 7; absent = 1", True),
     TensorRule("bias", ("n",), None, "only where the source has one", True),
+)
+
+_LOW_RANK = (
+    TensorRule("proj_down", ("k", "r"), torch.float16, "low-rank down; absent at rank 0", True),
+    TensorRule("proj_up", ("n", "r"), torch.float16, "low-rank up; absent at rank 0", True),
+)
+_BIAS = CANONICAL[-1]
+W4A16 = (
+    TensorRule("qweight", ("n", "k/8"), torch.int32, "codes 0 to 15, eight a word: lowest nibble = lowest k"),
+    TensorRule("w_scales", ("n", "k/g"), torch.float16, "weight_hat = (code − zero) · scale; finite, > 0"),
+    TensorRule("w_zeros", ("n", "k/g"), torch.uint8, "the zero point, 0 to 15; absent = 8 everywhere", True),
+    *_LOW_RANK,
+    _BIAS,
+)
+W8A16 = (
+    TensorRule("qweight", ("n", "k"), torch.int8, "codes in [-127, 127]"),
+    TensorRule("w_scales", ("n", "1"), torch.float16, "weight_hat = code · scale; finite, > 0"),
+    *_LOW_RANK,
+    _BIAS,
+)
+NVFP4 = (
+    TensorRule(
+        "qweight", ("n", "k/2"), torch.uint8, "E2M1 codes, two a byte: low nibble = even k; sign, then magnitude"
+    ),
+    TensorRule("w_scales", ("n", "k/g"), torch.float8_e4m3fn, "weight_hat = e2m1(code) · scale · wcscale; finite, > 0"),
+    TensorRule("wcscale", ("n",), torch.float32, "the factor of a row, one for the linear; finite, > 0"),
+    *_LOW_RANK,
+    CANONICAL[4],  # smooth
+    _BIAS,
 )
 
 # Sizes here are the padded ones. All 16-bit tensors of a packed file share one dtype, recorded in the header.
@@ -81,15 +112,18 @@ def canonical_shapes(n: int, k: int, rank: int, group: int) -> dict[str, tuple[i
 
 
 def quantization_config(
-    *, rank: int, group_size: int, smooth: bool, rotation: str, ignore: list[str], packing: dict
+    *, format: str, numbers: dict, rank: int, smooth: bool, rotation: str, ignore: list[str], packing: dict
 ) -> dict:
-    """The header's `quantization_config`; the rank is always written, readers elsewhere assume 32 without it."""
+    """The header's `quantization_config`; the rank is always written, readers elsewhere assume 32 without it.
+
+    numbers  `weight` and `activation`, of svdq.formats
+    """
     return {
         "quant_method": QUANT_METHOD,
         "method": QUANT_METHOD,
+        "format": format,
         "rank": rank,
-        "weight": {"dtype": "int4", "group_size": group_size, "scale_dtype": "float16", "symmetric": True},
-        "activation": {"dtype": "int4", "group_size": 64, "dynamic": True, "symmetric": True},
+        **numbers,
         "smooth": smooth,
         "rotation": rotation,
         "ignore": ignore,
@@ -111,8 +145,11 @@ def markdown_table(rules: tuple[TensorRule, ...]) -> str:
 CANONICAL_PACKING = {"layout": "canonical", "version": FORMAT_VERSION}
 
 
-def layer_sizes(entry: Any, name: str) -> tuple[int, int, int, int]:
-    """(n, k, rank, group) of one entry of the `svdq.layers` metadata, checked: a header is hostile."""
+def layer_sizes(entry: Any, name: str, unit: int = 64) -> tuple[int, int, int, int]:
+    """(n, k, rank, group) of one entry of the `svdq.layers` metadata, checked: a header is hostile.
+
+    unit  what the format's groups are multiples of
+    """
     try:
         sizes = tuple(entry[key] for key in ("n", "k", "rank", "group_size"))
     except (TypeError, KeyError):
@@ -120,6 +157,6 @@ def layer_sizes(entry: Any, name: str) -> tuple[int, int, int, int]:
     n, k, rank, group = sizes
     if not all(isinstance(s, int) and not isinstance(s, bool) for s in sizes) or min(n, k, group) < 1 or rank < 0:
         raise CheckpointError(f"{name}: its svdq.layers entry {entry!r} is not a set of sizes")
-    if group % 64 or k % group:
-        raise CheckpointError(f"{name}: in_features {k} do not divide into groups of {group} (a multiple of 64)")
+    if group % unit or k % group:
+        raise CheckpointError(f"{name}: in_features {k} do not divide into groups of {group} (a multiple of {unit})")
     return n, k, rank, group

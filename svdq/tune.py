@@ -29,9 +29,10 @@ from svdq.calibration.data import TokenData, batches
 from svdq.checkpoint import Entry, write_file
 from svdq.config import TuneConfig, to_dict
 from svdq.errors import ConfigError, DataError, NumericsError
+from svdq.grid import SMALLEST_SCALE
 from svdq.models import Model, materialize, release
 from svdq.quantized import Layer, QuantizedFile
-from svdq.rounding import SMALLEST_SCALE, ActivationTransform, fake_quantize_activation, rotate
+from svdq.rounding import ActivationTransform, fake_quantize_activation, rotate
 
 TUNED = "svdq.tuned"  # metadata key: what was done
 HELD_OUT = 8  # one sequence in so many

@@ -28,6 +28,7 @@ from svdq.calibration.store import Store
 from svdq.checkpoint import same_bytes
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import DTYPES
+from svdq.formats import FORMATS
 from svdq.kernels.reference import w4a4_linear
 from svdq.layer_checks import KernelLinear, kernel_dtype, layer_errors, ratio, require_kernels
 from svdq.models import Linear, Model, compute_dtype, read_weight
@@ -82,6 +83,7 @@ class Report:
     kind: str
     kernels: str = "reference"  # or "cuda": the path of the kernel errors and of the quantized model
     activations: str = "int4"  # or "fp8": W4A8
+    format: str = "w4a4"  # of svdq.formats
     structure: list[str] = field(default_factory=list)  # problems; empty = sound
     layers: list[LayerReport] = field(default_factory=list)
     outputs: list[OutputReport] = field(default_factory=list)
@@ -147,7 +149,9 @@ def verify(
     if store is not None:
         store.check_model(model.files.source_fingerprint())
     plan_changes(quantized, store, changes)  # before the long part
-    report = Report(str(quantized.file.path), str(quantized.kind), kernels, quantized.activations)
+    report = Report(
+        str(quantized.file.path), str(quantized.kind), kernels, quantized.activations, quantized.format.name
+    )
     report.repairs = list(quantized.report.get("repairs", []))
     half = kernel_dtype(model, quantized) if kernels == "cuda" else None
     report.structure = check_structure(model, quantized)
@@ -232,9 +236,11 @@ def _same_tensor(model: Model, quantized: QuantizedFile, key: str) -> bool:
 def _layer_problems(model: Model, linear: Linear, layer: Layer) -> list[str]:
     problems = []
     name = linear.name
-    if layer.codes.amin() < -7 or layer.codes.amax() > 7:
-        problems.append(f"{name}: codes leave [-7, 7]")
-    scales = layer.scales.float()
+    grid = FORMATS[layer.format].grid
+    low = -grid.hi if grid.asymmetric else grid.lo  # codes count from the zero point
+    if layer.codes.amin() < low or layer.codes.amax() > grid.hi:
+        problems.append(f"{name}: codes leave [{low}, {grid.hi}]")
+    scales = grid.per_code(layer.scales, layer.unit)
     if not (torch.isfinite(scales).all() and (scales > 0).all()):
         problems.append(f"{name}: a weight scale is not finite and positive")
     for label, tensor in (("proj_down", layer.proj_down), ("proj_up", layer.proj_up), ("bias", layer.bias)):

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from svdq import schema
+from svdq.config import LayerConfig
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import (
     PackedSizes,
@@ -22,6 +23,7 @@ from svdq.export import (
     parse_fuse,
     unpack_layers,
 )
+from svdq.formats import FORMATS
 from svdq.grid import pack_nibbles
 from svdq.kernels import layout
 from svdq.kernels.reference import w4a4_linear
@@ -426,7 +428,13 @@ def canonical_file(path, layers, rotation="none", others=None):
             tensors[f"{source.name}.bias"] = source.bias
         entries[source.name] = {"n": n, "k": k, "rank": source.proj_up.shape[1], "group_size": source.group_size}
     config = schema.quantization_config(
-        rank=16, group_size=64, smooth=True, rotation=rotation, ignore=[], packing=schema.CANONICAL_PACKING
+        format="w4a4",
+        numbers=FORMATS["w4a4"].config(LayerConfig()),
+        rank=16,
+        smooth=True,
+        rotation=rotation,
+        ignore=[],
+        packing=schema.CANONICAL_PACKING,
     )
     metadata = {
         schema.QUANTIZATION_CONFIG: json.dumps(config),

@@ -584,13 +584,13 @@ def test_a_dry_run_estimates_disk_and_memory_and_writes_nothing(toy, svdq, tmp_p
 
 def test_a_wide_model_is_taken_one_site_at_a_time_with_the_callers_threads(toy, quantize, tmp_path, monkeypatch):
     before, used = torch.get_num_threads(), []
-    original = pipeline._quantize_site
+    original = pipeline.quantize_site
 
     def seen(*arguments):
         used.append(arguments[-1])
         return original(*arguments)
 
-    monkeypatch.setattr(pipeline, "_quantize_site", seen)
+    monkeypatch.setattr(pipeline, "quantize_site", seen)
     quantize(toy("llama"), tmp_path / "narrow")
     torch.set_num_threads(2)
     try:

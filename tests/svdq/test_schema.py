@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from svdq import schema
+from svdq.config import LayerConfig
 from svdq.errors import CheckpointError
+from svdq.formats import FORMATS
 
 
 def test_the_canonical_tensors_of_the_write_ups_example_have_its_shapes():
@@ -61,13 +63,20 @@ def test_the_packed_tensors_have_the_names_and_shapes_of_the_format():
 def test_the_quantization_config_is_the_one_of_the_format():
     packing = {"layout": "canonical", "version": 1}
     config = schema.quantization_config(
-        rank=16, group_size=64, smooth=True, rotation="hadamard64", ignore=["lm_head"], packing=packing
+        format="w4a4",
+        numbers=FORMATS["w4a4"].config(LayerConfig()),
+        rank=16,
+        smooth=True,
+        rotation="hadamard64",
+        ignore=["lm_head"],
+        packing=packing,
     )
     version = config["producer"].pop("version")
     assert isinstance(version, str) and version
     assert config == {
         "quant_method": "svdquant",
         "method": "svdquant",
+        "format": "w4a4",
         "rank": 16,
         "weight": {"dtype": "int4", "group_size": 64, "scale_dtype": "float16", "symmetric": True},
         "activation": {"dtype": "int4", "group_size": 64, "dynamic": True, "symmetric": True},
@@ -82,7 +91,7 @@ def test_the_quantization_config_is_the_one_of_the_format():
 @pytest.mark.parametrize("rank", [0, 16, 32])
 def test_the_rank_is_always_written(rank):
     config = schema.quantization_config(
-        rank=rank, group_size=64, smooth=False, rotation="none", ignore=[], packing=schema.CANONICAL_PACKING
+        format="w4a4", numbers={}, rank=rank, smooth=False, rotation="none", ignore=[], packing=schema.CANONICAL_PACKING
     )
     assert json.loads(json.dumps(config))["rank"] == rank
 

@@ -5,11 +5,11 @@ python benchmarks/quality.py [--rows quality,svdquant] [--seeds 0,1,2] [--device
 Every row is `svdq calibrate`, `svdq quantize` and `svdq verify` with the row's options, on texts that
 benchmarks/quality_texts.py makes (--texts-only stops after them, so that WORK/texts can be carried to a machine without
 network). Calibration has 32 sequences of 512 tokens, each of the three measuring texts too; --seeds draws other
-calibration sequences, the measured ones stay. Rows with equal options of calibrate share its store. Rounding to nearest
-is no row: no option of the product gives it.
+calibration sequences, the measured ones stay. Rows with equal options of calibrate share its store. Rows of formats
+with 16-bit activations have groups of 64, not 128: the model's 576 channels are no multiple of that.
 
 layer error, per token  mean over the linears of verify's figures, on 512 tokens of in_domain.txt
-in, out of domain       perplexity, W4A4 over original; out is the geometric mean over its two texts, of equal length
+in, out of domain       perplexity, quantized over original; out is the geometric mean over its two texts of one length
 ±                       half the range over the seeds; what other measured tokens would change comes on top
 seconds                 of each command with its start; of calibrate, those of the store that rows share. With --jobs
                         above 1 the commands compete with each other
@@ -56,6 +56,7 @@ class Row:
     label: str
     calibrate: str = ""
     quantize: str = ""
+    alone: bool = False  # quantize takes no store
 
 
 ROWS = (
@@ -74,6 +75,14 @@ ROWS = (
     Row("tokens64k", "quality, 64k tokens", "--samples 128"),
     Row("other-text", "quality, calibrated on the novel", "--data {novel}"),
     Row("best", "best, 128k tokens", "--samples 256", "--preset best"),
+    Row("w8a16", "W8A16, nearest", "", "--format w8a16", alone=True),
+    Row("w4a16-rtn", "W4A16, nearest", "", "--format w4a16 --group-size 64 --objective nearest", alone=True),
+    Row("w4a16", "W4A16, GPTQ", "", "--format w4a16 --group-size 64"),
+    Row("w4a16-rank16", "W4A16, GPTQ, rank 16", "", "--format w4a16 --group-size 64 --rank 16"),
+    Row("nf4", "NF4", "", "--format nf4", alone=True),
+    Row("nvfp4", "NVFP4 (W4A4)", "--format nvfp4", "--format nvfp4"),
+    Row("nvfp4-rank0", "NVFP4, rank 0", "--format nvfp4", "--format nvfp4 --rank 0"),
+    Row("nvfp4-no-rotation", "NVFP4, no rotation", "--format nvfp4 --rotation none", "--format nvfp4 --rotation none"),
 )
 
 
@@ -140,7 +149,8 @@ def row_options(settings, text):
 def measure(settings, scratch, row, store):
     """quantize and verify of one row → (numbers of both, seconds of both)."""
     out = scratch / f"{row.key}.safetensors"
-    quantize = [settings.model, out, "--calib", store, *row_options(settings, row.quantize), *only_options(settings)]
+    source = [] if row.alone else ["--calib", store]
+    quantize = [settings.model, out, *source, *row_options(settings, row.quantize), *only_options(settings)]
     quantized, quantize_seconds = run_svdq(settings, scratch, "quantize", *quantize)
     data = [argument for text in MEASURED for argument in ("--data", settings.texts[text])]
     # a bad method is a result here: verify's own bound on layer errors is out of the way, its other checks are not

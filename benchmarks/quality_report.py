@@ -41,7 +41,7 @@ def record(quantized, verified, seconds):
 
 
 def ratio(run, texts):
-    """Perplexity over these texts together, W4A4 over original: the geometric mean, for they are of equal length."""
+    """Perplexity over these texts together, quantized over original: the geometric mean (they are of equal length)."""
     perplexities = [run["perplexity"][text] for text in texts]
     return math.exp(fmean(math.log(one["quantized"] / one["original"]) for one in perplexities))
 

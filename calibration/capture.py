@@ -11,7 +11,7 @@ Linears that read the same tensor form a site: seen by identity of the input, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from svdq.calibration.search import SAMPLE_TOKENS, search_smoothing
+from svdq.calibration.states import Room, States
 from svdq.calibration.statistics import ChannelStatistics, SumAccumulator
 from svdq.config import CalibrationConfig
 from svdq.errors import CheckpointError, DataError
@@ -54,12 +55,15 @@ class Visit:
     path: str
     module: nn.Module
     calls: list[_Call]
-    inputs: list[Tensor]
+    inputs: States
     last: bool  # no later visit of the same block
-    earlier: list[tuple[list[_Call], list[Tensor]]]  # calls and inputs of earlier visits of the same block
+    earlier: list[tuple[list[_Call], States]]  # calls and inputs of earlier visits of the same block
 
-    def run(self) -> list[Tensor]:
-        return [call.run(self.module, x) for call, x in zip(self.calls, self.inputs, strict=True)]
+    def run(self) -> States:
+        outputs = States(self.inputs.room)
+        for call, x in zip(self.calls, self.inputs, strict=True):
+            outputs.append(call.run(self.module, x))
+        return outputs
 
     def run_all(self) -> None:
         """Run every visit of this block so far, for the hooks' sake; outputs are dropped."""
@@ -73,16 +77,24 @@ class BlockStream:
 
     batches  int64 (B, T) token ids, each
     dtype    what the blocks compute in
+    room     where hidden states may lie; by default in memory without limit
     """
 
-    def __init__(self, model: Model, batches: list[Tensor], device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: Model,
+        batches: list[Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        room: Room | None = None,
+    ):
         self.model, self.batches, self.device, self.dtype = model, batches, device, dtype
         self._rest = model.blocks[0].rpartition(".")[0]
         self._modules = [model.tree.get_submodule(path) for path in model.blocks]
         self._as_tuple: bool | None = None  # what blocks return: not known before one has run
         self._order: list[int] = []
         self._calls: list[list[_Call]] = []  # per visit, per batch
-        self.hidden: list[Tensor] = []
+        self.hidden = States(room or Room(device))
         with torch.no_grad():
             self._skeleton_run()
 
@@ -137,7 +149,7 @@ class BlockStream:
                 remaining[index] == 0,
                 earlier.get(index, []),
             )
-            self._next: list[Tensor] | None = None
+            self._next: States | None = None
             yield visit
             if self._next is None:
                 self._next = visit.run()
@@ -149,11 +161,11 @@ class BlockStream:
             self._calls[position] = []
             release(self.model, path)
 
-    def advance(self, outputs: list[Tensor]) -> None:
+    def advance(self, outputs: States) -> None:
         """The consumer has run the current visit itself: these are its outputs."""
         self._next = outputs
 
-    def finish(self, consume: Callable[[int, Tensor, Tensor], None], streams: list[list[Tensor]]) -> None:
+    def finish(self, consume: Callable[[int, Tensor, Tensor], None], streams: Sequence[Sequence[Tensor]]) -> None:
         """Run the model's tail (norm, head) on final hidden states: consume(stream, batch, output) for each.
 
         streams  lists of final hidden states, one per batch; output is the model's first output (logits, states)
@@ -293,7 +305,14 @@ def record_block(
     for statistics in first.statistics.values():
         statistics.add_up(ranks)
     by_name = {linear.name: linear for linear in linears}
-    accumulators = {}
+    accumulators: dict[str, SumAccumulator] = {}
+    sums: dict[str, ActivationSums] = {}
+
+    def finish(name: str) -> None:
+        accumulator = accumulators.pop(name)
+        accumulator.add_up(ranks, ranks.owner(visit.block))
+        sums[name] = accumulator.finish()
+
     for leader, statistics in first.statistics.items():
         rotation, smooth = config.rotation != "none", None
         if isinstance(config.smoothing, str):
@@ -304,54 +323,52 @@ def record_block(
             smooth = statistics.smoothing(config.smoothing)
         transform = ActivationTransform(smooth, rotation, config.act_clip, config.activation)
         accumulators[leader] = SumAccumulator(statistics.absmax, transform)
-    if first.kept is not None:
-        for name, batches in first.kept.items():
-            for rows in batches:
-                accumulators[name].add(rows)
-            batches.clear()
-    else:
+        if first.kept is not None:  # one site at a time: of a wide one the float64 sums are gigabytes
+            for rows in first.kept.pop(leader):
+                accumulators[leader].add(rows)
+            finish(leader)
+    if first.kept is None:
         leaders = [linear for linear in linears if linear.name in accumulators]
         with watch_inputs(
             stream.model.tree, leaders, lambda linear, x: accumulators[linear.name].add(token_rows(x, linear.k))
         ):
             visit.run_all()
-    for accumulator in accumulators.values():
-        accumulator.add_up(ranks, ranks.owner(visit.block))
-    return BlockSums(
-        sites=first.members,
-        sums={name: accumulator.finish() for name, accumulator in accumulators.items()},
-        never_ran=[linear.name for linear in linears if linear.name not in first.leader_of],
-    )
+        for leader in first.statistics:
+            finish(leader)
+    never_ran = [linear.name for linear in linears if linear.name not in first.leader_of]
+    return BlockSums(first.members, sums, never_ran)
 
 
 class _FirstPass:
     """One run of a block over all its inputs: which linears share an input, and each site's channel statistics.
 
     A site is named by its leader, the first linear that read the input. `kept` holds the leaders' inputs for the
-    second pass, or None once they would take more than REPLAY_BYTES; with `samples`, `sampled` holds every so-manieth
+    second pass, or None once they would take more than REPLAY_BYTES, or than the room has left; with `samples`,
+    `sampled` holds every so-manieth
     row of them for the search of a smoothing.
     """
 
     def __init__(self, visit: Visit, *, samples: bool):
         self.visit = visit
         self.sampled: dict[str, list[Tensor]] = {}
-        self._stride = max(1, sum(x.shape[:-1].numel() for x in visit.inputs) // SAMPLE_TOKENS) if samples else 0
+        self._stride = max(1, visit.inputs.tokens // SAMPLE_TOKENS) if samples else 0
         self.members: dict[str, list[str]] = {}  # leader → the names that share its input
         self.leader_of: dict[str, str] = {}
         self.statistics: dict[str, ChannelStatistics] = {}  # by leader
         self.kept: dict[str, list[Tensor]] | None = {}
-        self._kept_bytes = 0
+        self._kept_bytes, self._most = 0, min(REPLAY_BYTES, visit.inputs.room.spare(visit.inputs.nbytes))
         self._read: dict[tuple, str] = {}  # input identity → leader, within one run of the block
         self._alive: list[Tensor] = []  # inputs are held while the block runs, so that no address is used twice
         self._batch = 0
 
-    def run(self) -> list[Tensor]:
+    def run(self) -> States:
         """The outputs of the current visit; earlier visits of the same block are run for their inputs alone."""
-        outputs: list[Tensor] = []
+        outputs = States(self.visit.inputs.room)
         for calls, inputs in [*self.visit.earlier, (self.visit.calls, self.visit.inputs)]:
-            outputs = []
             for self._batch, (call, x) in enumerate(zip(calls, inputs, strict=True)):
-                outputs.append(call.run(self.visit.module, x))
+                output = call.run(self.visit.module, x)
+                if inputs is self.visit.inputs:
+                    outputs.append(output)
                 self._read.clear()
                 self._alive.clear()
         return outputs
@@ -379,13 +396,13 @@ class _FirstPass:
 
     def _keep(self, leader: str, rows: Tensor) -> None:
         self._kept_bytes += rows.numel() * rows.element_size()
-        if self._kept_bytes > REPLAY_BYTES:
+        if self._kept_bytes > self._most:
             self.kept = None
         if self.kept is not None:
             self.kept.setdefault(leader, []).append(rows.clone())
 
 
-def _not_finite(linear: Linear, x: Tensor, inputs: list[Tensor], batch: int) -> str:
+def _not_finite(linear: Linear, x: Tensor, inputs: States, batch: int) -> str:
     row = sum(len(states) for states in inputs[:batch])
     if x.dim() > 2 and x.shape[0] == inputs[batch].shape[0]:
         bad = (~torch.isfinite(x)).flatten(1).any(1).nonzero()

@@ -90,6 +90,7 @@ class SumAccumulator:
         self.tokens = int(tokens)
 
     def finish(self, dtype: torch.dtype = torch.float32) -> ActivationSums:
-        """The sums; float32 is what the store keeps."""
-        xx, xq, qq = (m.to(dtype) for m in (self.xx, self.xq, self.qq))
-        return ActivationSums(xx, xq, qq, self.absmax, self.tokens, self.transform)
+        """The sums; float32 is what the store keeps. Each float64 matrix goes as its copy comes."""
+        for name in ("xx", "xq", "qq"):
+            setattr(self, name, getattr(self, name).to(dtype))
+        return ActivationSums(self.xx, self.xq, self.qq, self.absmax, self.tokens, self.transform)

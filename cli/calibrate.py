@@ -20,9 +20,11 @@ from svdq.cli import options
 @click.option("--strict", is_flag=True, help="Exit 1 if there is a warning.")
 @options.device_option
 @options.timeout_option
+@options.host_memory_option
 @options.output_options
 def command(model_dir, out, data, samples, seq_len, min_tokens, seed, form, preset, smoothing, rotation, act_clip,
-            ignore, only, trust_remote_code, strict, device, timeout, json_file, quiet):  # fmt: skip
+            ignore, only, trust_remote_code, strict, device, timeout, max_host_memory, json_file,
+            quiet):  # fmt: skip
     """Take the activation sums of MODEL_DIR on SRC. Running it again resumes an unfinished store."""
     from dataclasses import asdict
 
@@ -49,8 +51,9 @@ def command(model_dir, out, data, samples, seq_len, min_tokens, seed, form, pres
     )
     console.say(tokens.summary())
     summary = pipeline.calibrate(
-        model, out, tokens, config, linears=linears, device=where, progress=console.progress, ranks=ranks
-    )
+        model, out, tokens, config, linears=linears, device=where, progress=console.progress, ranks=ranks,
+        max_host_memory=max_host_memory,
+    )  # fmt: skip
     for warning in summary.warnings:
         console.warn(warning)
     console.say(f"{out}: {summary.sites} sites in {summary.blocks} blocks, {summary.seconds:.1f} s")

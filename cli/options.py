@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,16 @@ class _Smoothing(click.ParamType):
             self.fail(f"{value!r} is neither a number nor {SEARCH!r}", parameter, context)
 
 
+class _Size(click.ParamType):
+    name = "size"
+
+    def convert(self, value, parameter, context):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", str(value), re.IGNORECASE)
+        if found is None or (found[3] and not found[2]):
+            self.fail(f"{value!r} is no size; wanted bytes, or a number with k, M, G, T or Ki, Mi, Gi, Ti, as in 16G")
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** ["", "k", "m", "g", "t"].index(found[2].lower()))
+
+
 SEED = click.IntRange(0, 2**63 - 1)
 SMOOTHING = _Smoothing()
 _DEFAULTS = CalibrationConfig()
@@ -84,6 +95,10 @@ data_options = _stack(
     click.option("--min-tokens", type=int, default=_DEFAULTS.min_tokens, show_default=True, help="Fewer are an error."),
     click.option("--seed", type=SEED, default=_DEFAULTS.seed, show_default=True, help="Which sequences are drawn."),
 )
+host_memory_option = click.option(
+    "--max-host-memory", type=_Size(), metavar="SIZE", show_default="no limit",
+    help="For activations between blocks, as in 16G; what exceeds it lies on disk, beside the output.",
+)  # fmt: skip
 preset_option = click.option(
     "--preset",
     default="quality",

@@ -25,19 +25,20 @@ from svdq.cli import options
 @options.remote_code
 @options.device_option
 @options.timeout_option
+@options.host_memory_option
 @options.output_options
 @options.verbose_option
 @click.pass_context
 def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation,
             act_clip, form, symmetric, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune,
-            ignore, only, linears_only, dry_run, strict, trust_remote_code, device, timeout, json_file, quiet,
-            verbose):  # fmt: skip
+            ignore, only, linears_only, dry_run, strict, trust_remote_code, device, timeout, max_host_memory,
+            json_file, quiet, verbose):  # fmt: skip
     """Quantize MODEL_DIR into OUT.safetensors. A killed run resumes when the same command is given again."""
     from pathlib import Path
 
     from svdq import pipeline, preflight, report
     from svdq.calibration.store import Store
-    from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
+    from svdq.cli.inputs import longest_sequence, note_if_shortened, open_inputs, read_tokens
     from svdq.cli.tune import tune_file
     from svdq.config import WEIGHT_ONLY
     from svdq.errors import ConfigError
@@ -70,6 +71,7 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         options.refuse_given(
             context, ("samples", "seq_len", "min_tokens", "seed"), "belongs to --data; the store has its own"
         )
+        options.refuse_given(context, ("max_host_memory",), "is for --data; a store holds sums and no activations")
     where = resolve_device(local_device(device))
     ranks = join(where, timeout)
     console = options.Console(quiet, json_file)
@@ -84,13 +86,15 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         if form not in WEIGHT_ONLY:
             _check_preset(store, preset, form, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
     if dry_run:
-        linears, count = the_plan.linears, samples * seq_len
-        memory = {} if calib or alone else {"calibrate": preflight.calibration_bytes(model, linears, count, where)}
+        linears, memory, hidden = the_plan.linears, {}, None
+        if not calib and not alone:
+            streamed = model, linears, samples * min(seq_len, longest_sequence(model)), where, max_host_memory
+            memory["calibrate"] = preflight.calibration_bytes(*streamed)
+            hidden = preflight.hidden_bytes(*streamed)
         memory["quantize"] = preflight.quantization_bytes(linears, where)
-        console.say(report.plan_text(the_plan, memory, where.type))
-        options.write_report(
-            json_file, vars(the_plan) | {"linears": [one.name for one in linears], "memory_bytes": memory}
-        )
+        console.say(report.plan_text(the_plan, memory, where.type, hidden))
+        estimates = {"memory_bytes": memory, "hidden_bytes": hidden._asdict() if hidden else None}
+        options.write_report(json_file, vars(the_plan) | {"linears": [one.name for one in linears]} | estimates)
         return 0
     tokens = None
     if data:
@@ -103,6 +107,7 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     summary = pipeline.quantize(
         model, untuned, config, store=store, data=tokens,
         calibration=None if store or alone else calibration, device=where, progress=console.progress, ranks=ranks,
+        max_host_memory=max_host_memory,
     )  # fmt: skip
     if summary is None:
         return 0  # rank 0 does the rest

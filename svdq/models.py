@@ -364,10 +364,10 @@ def release(model: Model, module_path: str, *, skip: str | None = None) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    _return_freed_memory()
+    return_freed_memory()
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Give freed pages back to the system: glibc keeps blocks' weights in its arenas, and they would add up."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

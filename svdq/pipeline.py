@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,11 +20,12 @@ from typing import Any
 
 import torch
 
-from svdq import __version__
+from svdq import __version__, preflight
 from svdq.assemble import assemble, write_block
 from svdq.calibration.capture import BlockStream, BlockSums, record_block
 from svdq.calibration.data import TokenData, batches
 from svdq.calibration.sources import locate
+from svdq.calibration.states import Room
 from svdq.calibration.store import Store
 from svdq.checkpoint import open_file, read_json, write_json
 from svdq.config import SEARCH, WEIGHT_ONLY, CalibrationConfig, QuantConfig, first_difference, to_dict
@@ -33,24 +33,12 @@ from svdq.errors import CheckpointError, ConfigError
 from svdq.formats import FORMATS
 from svdq.models import Linear, Model, compute_dtype
 from svdq.preflight import WIDE, Plan, check_groups, check_run_output, device_warnings, plan, token_warnings
+from svdq.profiling import peak_bytes
 from svdq.ranks import ALONE, Ranks
 from svdq.sites import quantize_site, site_jobs, without_sums
 
 TOKENS_PER_BATCH = 4096
 Progress = Callable[[str, int, int], None]  # stage, blocks done, blocks in all
-
-
-def peak_bytes(device: torch.device | str) -> int:
-    """The most memory of this process so far: on a GPU torch's allocations there, else what it had in memory at most; 0
-    where the system does not tell."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        from resource import RUSAGE_SELF, getrusage
-    except ImportError:  # Windows
-        return 0
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -78,6 +66,7 @@ def _record_blocks(
     config: CalibrationConfig,
     device: torch.device,
     have: Callable[[int], bool],
+    room: Room,
     ranks: Ranks = ALONE,
 ) -> Iterator[tuple[int, BlockSums | None]]:
     """Stream the model; per block its sums, or None where `have` says they are not needed again."""
@@ -85,7 +74,7 @@ def _record_blocks(
     if not needed:
         return
     dtype = compute_dtype(model, device)
-    stream = BlockStream(model, batches(ranks.share(data.sequences), TOKENS_PER_BATCH), device, dtype)
+    stream = BlockStream(model, batches(ranks.share(data.sequences), TOKENS_PER_BATCH), device, dtype, room)
     for visit in stream:
         if have(visit.block):
             if visit.last:
@@ -118,12 +107,14 @@ def calibrate(
     device: torch.device | str = "cpu",
     progress: Progress = _silent,
     ranks: Ranks = ALONE,
+    max_host_memory: int | None = None,
 ) -> CalibrationSummary:
     """Take the sums of every site and write the store; resumes an unfinished one.
 
     With several ranks each runs its share of the sequences, and all must see the directory.
+    max_host_memory  bytes; hidden states beyond it lie on disk, in files without a name in the store's directory
     """
-    started = time.perf_counter()
+    started, device = time.perf_counter(), torch.device(device)
     linears = model.linears if linears is None else linears
     check_groups(linears)
     identity = {
@@ -131,21 +122,23 @@ def calibrate(
         "data": data_identity(data),
         "model": model.files.source_fingerprint(),
         "linears": [linear.name for linear in linears],
-        "device": torch.device(device).type,
+        "device": device.type,
         "svdq": __version__,
     }
     if len(data.sequences) < ranks.count:
         raise ConfigError(f"{data.source}: {len(data.sequences)} sequences for {ranks.count} ranks; wanted one each")
     if ranks.count > 1 and config.smoothing == SEARCH:
         raise ConfigError("--smoothing search: looks at all tokens in one process; calibrate without torchrun")
+    spilled = preflight.spill_bytes(model, linears, data.tokens, device, max_host_memory, ranks.count)
+    ranks.agree(lambda: preflight.check_spill(out, spilled))
     store = ranks.agree(lambda: Store.create_or_resume(out, identity, len(model.blocks)))
     total, done = len(model.blocks), 0
     ranks.agree(lambda: store.keep_tokens(data.sequences))
     there = ranks.agree(lambda: {block for block in range(total) if store.has(block)})
     progress("calibrate", 0, total)
     if not store.manifest.get("finished"):
-        where, have = torch.device(device), there.__contains__
-        for block, result in _record_blocks(model, linears, data, config, where, have, ranks):
+        have, room = there.__contains__, Room(device, max_host_memory, store.directory)
+        for block, result in _record_blocks(model, linears, data, config, device, have, room, ranks):
             if result is not None and ranks.owns(block):
                 store.write(block, result)
             done += 1
@@ -192,12 +185,14 @@ def quantize(
     device: torch.device | str = "cpu",
     progress: Progress = _silent,
     ranks: Ranks = ALONE,
+    max_host_memory: int | None = None,
 ) -> QuantizationSummary | None:
     """Quantize a model from a calibration store, or from data directly (same bytes either way); with the objective
     'nearest' from neither.
 
     With several ranks, each quantizes blocks of its own, from a store; the bytes are those of one. Rank 0 alone writes
-    the file and returns the summary; the others return None when they have done their part.
+    the file and returns the summary; the others return None when they have done their part. max_host_memory is that
+    of `calibrate`, with the work directory in place of the store's.
     Raises ConfigError if a work directory of another configuration is there, or the store is of another model;
     NumericsError and DataError name the layer.
     """
@@ -205,7 +200,9 @@ def quantize(
     device = torch.device(device)
     the_plan = plan(model, config)
     activation, calibrated = _calibration_identity(model, the_plan, config, store, data, calibration)
-    out, work = check_run_output(out, the_plan, model)
+    tokens = 0 if data is None else data.tokens
+    spilled = preflight.spill_bytes(model, the_plan.linears, tokens, device, max_host_memory)
+    out, work = check_run_output(out, the_plan, model, spilled)
     identity = {
         "config": to_dict(config),
         "activation": activation,
@@ -236,7 +233,8 @@ def quantize(
         sums: Iterator = ((b, read(b) if b in missing else None) for b in sorted([*missing, *done]))
     else:
         assert data is not None and calibration is not None
-        sums = _record_blocks(model, the_plan.linears, data, calibration, device, there.__contains__)
+        room = Room(device, max_host_memory, work)
+        sums = _record_blocks(model, the_plan.linears, data, calibration, device, there.__contains__, room)
     _quantize_blocks(
         model, the_plan, config, device, sums, block_file, total, progress, overlap=alone or store is not None
     )
@@ -386,7 +384,7 @@ def _quantize_blocks(
                     continue
                 jobs = site_jobs(the_plan, block, sums)
                 each = threads if wide else 1
-                futures = [pool.submit(quantize_site, model, *job, config, device, each) for job in jobs]
+                futures = [pool.submit(quantize_site, model, sums.sums, *job, config, device, each) for job in jobs]
                 waiting.append((block, futures, sums))
                 if len(waiting) > overlap:
                     write_oldest()

@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from svdq.calibration.capture import REPLAY_BYTES
+from svdq.calibration.states import DEVICE_BYTES
 from svdq.calibration.statistics import CHUNK_TOKENS
 from svdq.config import ACTIVATION_GROUP, QuantConfig, matches
 from svdq.errors import CheckpointError, ConfigError
@@ -74,25 +76,57 @@ def plan(model: Model, config: QuantConfig) -> Plan:
     )
 
 
-def calibration_bytes(model: Model, linears: list[Linear], tokens: int, device: torch.device) -> int:
+class HiddenBytes(NamedTuple):
+    """Where the hidden states before and after a block lie; on a CPU none are on a device."""
+
+    device: int
+    host: int
+    disk: int
+
+
+def hidden_bytes(
+    model: Model, linears: list[Linear], tokens: int, device: torch.device, host_limit: int | None = None
+) -> HiddenBytes:
+    """About how calibration will spread them: batches are not divided. host_limit in bytes, None = none."""
+    width = max(one.k for block in _blocks(linears) for one in _whole(model, block)[:1])
+    both = 2 * tokens * width * compute_dtype(model, device).itemsize
+    on_device = 0 if device.type == "cpu" else min(both, DEVICE_BYTES)
+    host = both - on_device if host_limit is None else min(both - on_device, host_limit)
+    return HiddenBytes(on_device, host, both - on_device - host)
+
+
+def spill_bytes(
+    model: Model, linears: list[Linear], tokens: int, device: torch.device, host_limit: int | None, ranks: int = 1
+) -> int:
+    """What the hidden states of all ranks take on disk, about."""
+    return ranks * hidden_bytes(model, linears, -(-tokens // ranks), device, host_limit).disk
+
+
+def calibration_bytes(
+    model: Model, linears: list[Linear], tokens: int, device: torch.device, host_limit: int | None = None
+) -> int:
     """About what `calibrate` will have in memory at most, on the device: on a GPU the tensors there, else the process.
 
     Of the block that needs most: weights, hidden states before and after it, the inputs kept for the second pass, the
-    float64 sums, and of the widest site the chunk that is transformed and three products.
+    sums, and of the widest site the chunk that is transformed and three products. Inputs are kept, and float64 sums
+    taken of one site at a time, if REPLAY_BYTES and what host_limit leaves on a CPU are enough.
     """
     size = compute_dtype(model, device).itemsize
-    most = 0
+    hidden = hidden_bytes(model, linears, tokens, device, host_limit)
+    states, replay, most = hidden.device, REPLAY_BYTES, 0
+    if device.type == "cpu":
+        states = hidden.host
+        if host_limit is not None:
+            replay = min(replay, host_limit - hidden.host - hidden.disk)
     for block in _blocks(linears):
         widths = [k for k, _ in _sites(block)]
-        whole = [one for one in model.linears if one.block == block[0].block]
-        widest, hidden = max(widths), whole[0].k
-        kept = tokens * sum(widths) * size
+        widest, kept = max(widths), tokens * sum(widths) * size
+        squares = sum(k * k for k in widths)
         most = max(
             most,
-            sum(size * one.n * one.k for one in whole)
-            + 3 * tokens * hidden * size
-            + (kept if kept <= REPLAY_BYTES else 0)
-            + sum(24 * k * k for k in widths)
+            sum(size * one.n * one.k for one in _whole(model, block))
+            + states
+            + (kept + 12 * squares + 12 * widest * widest if kept <= replay else 24 * squares)
             + 6 * 4 * CHUNK_TOKENS * widest
             + 12 * widest * widest,
         )
@@ -110,6 +144,11 @@ def quantization_bytes(linears: list[Linear], device: torch.device) -> int:
     if device.type != "cpu":
         return most
     return int(most * (1 if any(k >= WIDE for k, _ in sites) else 3.6)) + _PROCESS_BYTES
+
+
+def _whole(model: Model, block: list[Linear]) -> list[Linear]:
+    """All linears of the block that these belong to."""
+    return [one for one in model.linears if one.block == block[0].block]
 
 
 def _blocks(linears: list[Linear]) -> list[list[Linear]]:
@@ -157,11 +196,15 @@ def check_output(path: str | Path, needed_bytes: int, sources: Sequence[Path] = 
     return path
 
 
-def check_run_output(out: str | Path, the_plan: Plan, model: Model) -> tuple[Path, Path]:
-    """(output path, work directory) of a quantize run, after checking that both fit; see `check_output`."""
+def check_run_output(out: str | Path, the_plan: Plan, model: Model, spilled: int = 0) -> tuple[Path, Path]:
+    """(output path, work directory) of a quantize run, after checking that both fit; see `check_output`.
+
+    spilled  bytes of hidden states that will lie in the work directory meanwhile
+    """
     work = Path(f"{out}.work")
     there = sum(file.stat().st_size for file in work.iterdir()) if work.is_dir() else 0
-    needed = the_plan.output_bytes + max(the_plan.work_bytes - there, 0)
+    # by the time that the output is written, the hidden states are gone
+    needed = max(the_plan.output_bytes, spilled) + max(the_plan.work_bytes - there, 0)
     return check_output(out, needed, [file.path for file in model.files.files.values()]), work
 
 
@@ -186,6 +229,18 @@ def check_store(directory: str | Path, linears: list[Linear]) -> None:
         raise CheckpointError(
             f"{parent}: {free / 2**20:,.0f} MiB free, wanted {needed / 2**20:,.0f} MiB for the calibration store; "
             "free some space or write elsewhere"
+        )
+
+
+def check_spill(directory: str | Path, spilled: int) -> None:
+    """The disk of a directory, which need not be there yet, has room for hidden states beyond --max-host-memory."""
+    there = next(
+        folder for folder in (Path(directory).absolute(), *Path(directory).absolute().parents) if folder.is_dir()
+    )
+    if (free := shutil.disk_usage(there).free) < spilled:
+        raise CheckpointError(
+            f"{there}: {free / 2**20:,.0f} MiB free, wanted {spilled / 2**20:,.0f} MiB for the hidden states; "
+            "free some space, raise --max-host-memory or take fewer --samples"
         )
 
 

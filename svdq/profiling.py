@@ -7,6 +7,7 @@ next launch. On a CPU they are torch's operators, each with its own time, withou
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,6 +36,19 @@ _KERNELS = {  # between GEMM and the operators
     "reduction": r"reduce|softmax|(?<!qk)norm|inv_rms",
 }
 OTHER = "other"
+
+
+def peak_bytes(device: torch.device | str) -> int:
+    """The most memory of this process so far: on a GPU torch's allocations there, else what it had in memory at most; 0
+    where the system does not tell."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:  # Windows
+        return 0
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def category(name: str) -> str:

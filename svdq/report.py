@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from svdq.pipeline import QuantizationSummary
-    from svdq.preflight import Plan
+    from svdq.preflight import HiddenBytes, Plan
     from svdq.quantized import QuantizedFile
     from svdq.roofline import Gpu, Row
     from svdq.store_checks import WhatIf
@@ -58,14 +58,18 @@ def listed(items: Sequence[str], title: str, most: int = 10) -> list[str]:
     return lines
 
 
-def plan_text(plan: Plan, memory: dict[str, int], device: str) -> str:
-    """memory: command → bytes that it needs at most on this kind of device."""
+def plan_text(plan: Plan, memory: dict[str, int], device: str, hidden: HiddenBytes | None) -> str:
+    """memory: command → bytes that it needs at most on this kind of device; hidden: None with a store."""
     needed = ", ".join(f"{size(needed)} to {command}" for command, needed in memory.items())
     lines = [
         f"{len(plan.linears)} linears to quantize, {len(plan.left_16bit)} left in 16 bits",
         f"output {size(plan.output_bytes)}, work directory {size(plan.work_bytes)}",
         f"memory on the {device.upper() if device == 'cpu' else 'GPU'}, about: {needed}",
     ]
+    if hidden is not None:
+        places = [f"{size(hidden.device)} on the GPU"] if device != "cpu" else []
+        places += [f"{size(hidden.host)} in host memory", f"{size(hidden.disk)} on disk"]
+        lines.append(f"activations between blocks, about: {', '.join(places)}")
     return "\n".join([*lines, *listed(plan.left_16bit, "left in 16 bits")])
 
 

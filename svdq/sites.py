@@ -29,35 +29,39 @@ def without_sums(the_plan: Plan, block: int) -> BlockSums:
     return BlockSums({name: [name] for name in names}, {}, [])
 
 
-def site_jobs(the_plan: Plan, block: int, sums: BlockSums) -> list[tuple[ActivationSums | None, list[Linear]]]:
+def site_jobs(the_plan: Plan, block: int, sums: BlockSums) -> list[tuple[str, list[Linear]]]:
     """One job a site, the most expensive first."""
     by_name = {linear.name: linear for linear in the_plan.linears if linear.block == block}
     jobs = []
     for site, names in sums.sites.items():
         if members := [by_name[name] for name in names if name in by_name]:
-            jobs.append((sums.sums.get(site), members))
+            jobs.append((site, members))
     return sorted(jobs, key=lambda job: -sum(3 * m.k**3 + m.n * m.k**2 for m in job[1]))
 
 
 def quantize_site(
     model: Model,
-    sums: ActivationSums | None,
+    sums: dict[str, ActivationSums],
+    site: str,
     members: list[Linear],
     config: QuantConfig,
     device: torch.device,
     threads: int,
 ) -> list[Result]:
-    """The linears of one site; sums None: each rounded to nearest by itself. Raises NumericsError with a name."""
+    """The linears of one site, whose sums are used up; without any, each is rounded to nearest by itself.
+
+    Raises NumericsError with a name.
+    """
     torch.set_num_threads(threads)  # per call: a part of this setting is one for all threads
     started = time.perf_counter()
     results: list[Result] = []
-    if sums is None:
+    if site not in sums:
         for linear in members:
             with _named(linear):
                 result = round_linear(read_weight(model, linear).to(device), config.for_layer(linear.name))
             results.append((linear, result, NOT_QUANTIZED))
     else:
-        results = _quantize_on_sums(model, sums.to(device), members, config, device)
+        results = _quantize_on_sums(model, sums.pop(site).to(device), members, config, device)
     seconds = time.perf_counter() - started
     for linear, result, _ in results:
         result.report["seconds"] = round(seconds * linear.n / sum(member.n for member in members), 3)
@@ -78,7 +82,7 @@ def _quantize_on_sums(
             with _named(linear):
                 prepared[key] = prepare_site(moved, layer)
     transform = moved.transform
-    del moved  # of a wide site on a GPU, 2.5 GB
+    del moved  # of a wide site, 2.5 GB
     results: list[Result] = []
     for layer, stack in stacks.items():
         weights = [read_weight(model, linear).to(device) for linear in stack]

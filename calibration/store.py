@@ -9,6 +9,8 @@ tokens.safetensors holds the sequences themselves, `ids` and `lengths`, so that 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,15 @@ from svdq.objective import ActivationSums
 from svdq.rounding import ActivationTransform
 
 _TOKENS = "tokens.safetensors"
+BEHIND_BYTES = 256 << 20  # sums of a block up to this size may be written while the next ones are taken
 _FORMAT = {"format": "svdq-calibration", "version": 1}
+
+
+def _written(behind: list[tuple[int, Future[None]]]) -> Iterator[int]:
+    while behind:
+        block, writing = behind.pop()
+        writing.result()
+        yield block
 
 
 def block_entries(sums: dict[str, ActivationSums]) -> list[Entry]:
@@ -119,6 +129,25 @@ class Store:
     def write(self, block: int, result: BlockSums) -> None:
         metadata = {"sites": json.dumps(result.sites), "never_ran": json.dumps(result.never_ran)}
         write_file(self.path(block), block_entries(result.sums), metadata)
+
+    def write_all(self, recorded: Iterable[tuple[int, BlockSums | None]], owns: Callable[[int], bool]) -> Iterator[int]:
+        """Write this rank's blocks, each while the next one's sums are taken; yields each block once it is done.
+
+        With several ranks the next sums wait for every rank: one that wrote would keep the others waiting.
+        """
+        behind: list[tuple[int, Future[None]]] = []
+        with ThreadPoolExecutor(1) as writer:
+            for block, sums in recorded:
+                yield from _written(behind)
+                if sums is None or not owns(block):
+                    yield block
+                    continue
+                size = sum(m.nbytes for s in sums.sums.values() for m in (s.xx, s.xq, s.qq))
+                behind.append((block, writer.submit(self.write, block, sums)))
+                del sums
+                if size > BEHIND_BYTES:
+                    yield from _written(behind)
+            yield from _written(behind)
 
     def finish(self) -> None:
         self.manifest = {**self.manifest, "finished": True}

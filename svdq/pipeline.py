@@ -81,8 +81,10 @@ def _record_blocks(
                 yield visit.block, None
         else:
             members = [linear for linear in linears if linear.block == visit.block]
-            if (result := record_block(stream, visit, members, config, ranks)) is not None:
+            result = record_block(stream, visit, members, config, ranks)
+            if result is not None:
                 yield visit.block, result
+            del result  # before the next block's sums are taken
         if visit.last and visit.block == needed[-1]:
             return
 
@@ -138,9 +140,8 @@ def calibrate(
     progress("calibrate", 0, total)
     if not store.manifest.get("finished"):
         have, room = there.__contains__, Room(device, max_host_memory, store.directory)
-        for block, result in _record_blocks(model, linears, data, config, device, have, room, ranks):
-            if result is not None and ranks.owns(block):
-                store.write(block, result)
+        recorded = _record_blocks(model, linears, data, config, device, have, room, ranks)
+        for _ in store.write_all(recorded, ranks.owns):
             done += 1
             progress("calibrate", done, total)
         ranks.wait()

@@ -171,7 +171,8 @@ def test_a_rank_that_dies_while_sums_are_taken_ends_the_job_and_the_store_is_res
     codes = job.wait()
     assert codes[0] == 2 and codes[1] == -signal.SIGKILL
     assert len(job.messages()) == 1 and "another rank ended" in job.messages()[0]
-    assert len(list(out.glob("block-*.safetensors"))) == 2
+    kept = {path.name for path in out.glob("block-*.safetensors")}  # the dead rank may still have been writing block 1
+    assert "block-00000.safetensors" in kept and kept <= {f"block-0000{block}.safetensors" for block in (0, 1)}
     assert alone("calibrate", model, "-o", out, *data) == 0
     assert json.loads((out / "manifest.json").read_text())["finished"]
 

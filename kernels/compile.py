@@ -130,6 +130,51 @@ def rope_kernel(scalar: str, head_dim: int) -> Kernel:
     return Kernel("qknorm_rope", (("SCALAR", scalar), ("HEAD_DIM", head_dim)))
 
 
+_STAGED_GROUPS = 128  # scales of a row in shared memory at once
+
+
+@dataclass(frozen=True)
+class WeightOnlyTile:
+    """How weight_only works: bits of a code, rows of the weight and tokens of a block, its warps, stages on their way.
+
+    turned  whether the lanes of a row share words, for groups below 128 and for many tokens
+    """
+
+    bits: int
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    turned: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.stages * self.rows * self.warps * 64
+        scales = self.rows * (_STAGED_GROUPS + 1) * 4 if self.bits == 4 else 0
+        sums = self.warps * self.tokens * (self.rows + 4) * 4
+        return max(ring + scales, sums)
+
+
+def weight_only_tile(bits: int, m: int, group: int) -> WeightOnlyTile:
+    """For m tokens; of 8 bits the group does not matter. Sizes are those that were fastest on an H200."""
+    if m > 8:
+        return WeightOnlyTile(bits, 32, 32, 8 if bits == 4 else 16, 2, bits == 4)
+    return WeightOnlyTile(4, 32, 8, 8, 2, group < 128) if bits == 4 else WeightOnlyTile(8, 16, 8, 16, 2, False)
+
+
+def weight_only_kernel(scalar: str, tile: WeightOnlyTile) -> Kernel:
+    sizes = {
+        "BITS": tile.bits, "STRIPS": tile.rows // 16, "TILES": tile.tokens // 8, "WARPS": tile.warps,
+        "STAGES": tile.stages, "TURNED": int(tile.turned), "SCALED_GROUPS": _STAGED_GROUPS,
+        "SHARED_BYTES": tile.shared_bytes,
+    }  # fmt: skip
+    return Kernel("weight_only", (("SCALAR", scalar), *sizes.items()))
+
+
+def expand_weight_kernel(scalar: str, bits: int) -> Kernel:
+    return Kernel("expand_weight", (("SCALAR", scalar), ("BITS", bits)))
+
+
 def all_kernels(arch: str) -> list[Kernel]:
     """Every kernel that linears of the listed ranks can ask for on this architecture; other ranks compile alike."""
     outs = (*SCALARS, "f32")
@@ -141,7 +186,13 @@ def all_kernels(arch: str) -> list[Kernel]:
         *(inv_rms_kernel(scalar) for scalar in SCALARS),
         walk_kernel(),
         *(rope_kernel(scalar, size) for scalar in SCALARS for size in HEAD_DIMS),
+        *(weight_only_kernel(scalar, tile) for scalar in SCALARS for tile in _weight_only_tiles()),
+        *(expand_weight_kernel(scalar, bits) for scalar in SCALARS for bits in (4, 8)),
     ]
+
+
+def _weight_only_tiles() -> list[WeightOnlyTile]:
+    return [weight_only_tile(*work) for work in ((4, 1, 128), (4, 1, 32), (4, 9, 128), (8, 1, 0), (8, 9, 0))]
 
 
 def _hopper_kernels(outs: tuple[str, ...]) -> list[Kernel]:

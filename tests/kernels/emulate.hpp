@@ -140,6 +140,41 @@ inline void host_mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3,
     __syncwarp();
 }
 
+inline float float_of_bfloat(uint32_t b) { return __uint_as_float(b << 16); }
+
+// d += a · b, 16 x 8 x 16, of two packed values in a word.
+template <typename Widen>
+inline void host_mma_half(Widen widen, float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    Lanes& all = lanes();
+    const int lane = threadIdx.x % 32;
+    const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
+    for (int i = 0; i < 6; i++) all.word[lane][i] = own[i];
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 16; k++) {
+            const int at = k % 8 / 2, shift = k % 2 * 16;
+            const float a = widen(all.word[row % 8 * 4 + at][k / 8 * 2 + row / 8] >> shift & 0xffff);
+            const float b = widen(all.word[column * 4 + at][4 + k / 8] >> shift & 0xffff);
+            sum += static_cast<double>(a) * b;
+        }
+        d[i] = sum;
+    }
+    __syncwarp();
+}
+
+// a · b + c of two packed values; in double it is exact before its one rounding for the values that occur here.
+template <typename Widen, typename Narrow>
+inline uint32_t host_fma_pair(Widen widen, Narrow narrow, uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const auto value = [&](uint32_t pair) { return static_cast<double>(widen(pair >> shift & 0xffff)); };
+        d |= narrow(static_cast<float>(value(a) * value(b) + value(c))) << shift;
+    }
+    return d;
+}
+
 // d = a · b + c in integers: 16 x 8 x 32 of bytes, or 16 x 8 x 64 of nibbles.
 inline void host_mma_integer(uint32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t c0, uint32_t c1, uint32_t c2,
                              uint32_t c3) {

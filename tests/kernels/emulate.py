@@ -49,6 +49,14 @@ INSTRUCTIONS_OF_SOME = {
     "void cluster_arrive()": "",
     "void cluster_wait()": "__syncthreads();",
     "float load_of_block(const float* p, u32 block)": "return *p;",
+    "void mma_half(f16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
+        "host_mma_half(float_of_half, d, a0, a1, a2, a3, b0, b1);"
+    ),
+    "void mma_half(bf16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
+        "host_mma_half(float_of_bfloat, d, a0, a1, a2, a3, b0, b1);"
+    ),
+    "u32 fma_pair(f16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_half, half_of_float, a, b, c);",
+    "u32 fma_pair(bf16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_bfloat, bfloat_of_float, a, b, c);",
 }
 STATEMENTS = {
     'asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));': "pair = host_narrow_e4m3(a, b);",
@@ -71,6 +79,9 @@ def host_text(kernel: Kernel) -> str:
         line = text.index("\n", start)
         end = line if text[line - 1] == "}" else text.index("\n}", start) + 2
         text = f"{text[:start]}inline {signature} {{ {body} }}{text[end:]}"
+    text = text.replace(
+        "extern __shared__ __align__(16) unsigned char shared[];", "alignas(16) static unsigned char shared[232448];"
+    )
     text = text.replace("__shared__ __align__(16)", "alignas(16) static")
     assert "asm" not in text, "an instruction without a body in emulate.py"
     name, parameters = re.search(r'extern "C" __global__ void [^;{]*?(\w+)\(([^()]*)\) \{', text).groups()
@@ -89,7 +100,7 @@ class Emulator:
         self.folder, self.architecture, self.flags = folder, architecture, flags
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
-    def launch(self, kernel, device, grid, threads, arguments, *, early=False, cluster=()):
+    def launch(self, kernel, device, grid, threads, arguments, *, early=False, shared_bytes=0, cluster=()):
         assert all(blocks == 1 for blocks in cluster)
         if kernel not in self.libraries:
             self.libraries[kernel] = self._build(kernel)

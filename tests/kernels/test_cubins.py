@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import hopper, ops, quantizer
+from svdq.kernels import hopper, ops, quantizer, weight_only
 from svdq.kernels.compile import ARCHITECTURES, HOPPER, all_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
@@ -114,7 +114,7 @@ def launches():
         return empty(n, k // 2, dtype=torch.int8), empty(k // 64, n).half(), empty(n, rank).half(), None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ops, hopper, quantizer):
+        for module in (ops, hopper, quantizer, weight_only):
             patch.setattr(module, "launch", recorder(module))
         patch.setattr(hopper, "require", lambda device: None)
         patch.setattr(hopper, "_processors", lambda index: 132)
@@ -131,6 +131,12 @@ def launches():
                     ops.quantize_lora_down(*activation)
                     for values in (False, True):
                         hopper.quantize_lora_down_e4m3(*activation, values)
+            for m in (1, 8, 9, 64, 65):
+                x, codes = empty(m, 256, dtype=dtype), empty(96, 256, dtype=torch.int8)
+                for group in (32, 128):
+                    words, scales = empty(96, 32, dtype=torch.int32), empty(96, 256 // group).half()
+                    weight_only.w4a16_linear(x, words, scales, None, group, None, None, None)
+                weight_only.w8a16_linear(x, codes, empty(96, 1).half(), None, None, None)
             for d in kernels.HEAD_DIMS:
                 q, k, norm, table = (empty(*shape, dtype=dtype) for shape in ((5, 2, d), (5, 1, d), (d,), (5, d)))
                 ops.qknorm_rope(q, k, norm, norm, table, table, 1e-6)
@@ -176,7 +182,7 @@ def test_the_listed_kernels_are_those_that_the_operators_launch(launches, arch):
 
 def test_hopper_has_kernels_that_no_other_operator_launches(launches):
     modules = {one.module for found in launches.values() for one in found}
-    assert modules == {ops.__name__, hopper.__name__, quantizer.__name__}
+    assert modules == {ops.__name__, hopper.__name__, quantizer.__name__, weight_only.__name__}
     names = {kernel.name for kernel in set(all_kernels(HOPPER)) - set(all_kernels("sm_100a"))}
     assert names == {"quantize_lora_down", "expand_codes", "w4_wgmma_lora"}
 
@@ -214,13 +220,14 @@ def test_no_kernel_declares_more_shared_memory_than_it_gets_without_asking(compi
     assert [pair for pair, result in compiled.items() if result.resources.shared_bytes > 48 * 1024] == []
 
 
-def test_a_block_that_asks_for_shared_memory_fits_hoppers(compiled, launches):
-    """227 KiB, what is declared and what is asked for at the launch; and a kernel asks for the same every time."""
+def test_a_block_that_asks_for_shared_memory_fits_its_gpus(compiled, launches):
+    """227 KiB on Hopper, 99 on sm_86, sm_89, sm_120: declared and asked for; and a kernel asks the same every time."""
     asking = {kernel: {one.shared_bytes for one in found} for kernel, found in launches.items()}
-    assert {kernel.name for kernel, asked in asking.items() if asked != {0}} == {"w4_wgmma_lora"}
+    assert {kernel.name for kernel, asked in asking.items() if asked != {0}} == {"w4_wgmma_lora", "weight_only"}
     for (kernel, arch), result in compiled.items():
         (asked,) = asking[kernel]
-        assert not asked or (arch == HOPPER and asked + result.resources.shared_bytes <= 232448), kernel
+        most = 101376 if kernel.name == "weight_only" else 232448 if arch == HOPPER else 0
+        assert not asked or asked + result.resources.shared_bytes <= most, kernel
 
 
 def test_kernels_that_wait_for_a_cluster_are_those_launched_in_clusters(disassembled, launches):
@@ -269,6 +276,13 @@ def test_the_down_projection_runs_on_tf32_tensor_cores(disassembled, arch):
         if (kernel.name, target) == ("quantize_lora_down", arch):
             found = {i for i in code.instructions if re.match(r"[A-Z]*MMA", i)}
             assert found == ({"HMMA.1688.F32.TF32"} if dict(kernel.constants)["RANK"] else set()), kernel
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_weights_alone_in_few_bits_run_on_16_bit_tensor_cores(disassembled, arch):
+    for (kernel, target), code in disassembled.items():
+        if (kernel.name, target) == ("weight_only", arch):
+            assert {i for i in code.instructions if re.match(r"[A-Z]*MMA", i)} == {"HMMA.16816.F32"}, kernel
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +338,8 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
         "w4a4_small_m": {"LDG.E.64"},
         "quantize_lora_down": {"LDG.E.128", "LDG.E"},
         "inv_rms": {"LDG.E.128"},
+        "weight_only": {"LDG.E.128"},
+        "expand_weight": {"STG.E.128"},  # what may still be read by the product before
     }
     if arch == HOPPER:  # what may still be read by the kernel before; all operands
         activations |= {"expand_codes": {"STG.E"}, "w4_wgmma_lora": {"UBLKCP.S.G"}}
@@ -339,7 +355,9 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
         weights = {i for i in before if i.startswith("LDG.") and i.endswith(".CONSTANT")}
         assert set(before) == weights, f"{kernel}: {set(before)}"
         if kernel.name != "expand_codes":  # the assembler may move its one read behind the wait
-            reads_weights = kernel.name == "w4a4_small_m" or dict(kernel.constants).get("HALVES") == 1
+            constants = dict(kernel.constants)  # (of weight_only the copies of codes are not counted here)
+            reads_scales = kernel.name == "weight_only" and constants["BITS"] == 4
+            reads_weights = kernel.name == "w4a4_small_m" or constants.get("HALVES") == 1 or reads_scales
             assert bool(weights) == reads_weights, f"{kernel}: {set(before)}"
         assert activations[kernel.name] <= set(after), f"{kernel}: {set(after)}"
 

@@ -19,6 +19,7 @@ def command(build, json_file, quiet, verbose):
     """Which CUDA kernels are compiled and cached. Exit 1 if one that --build compiles spills registers."""
     from svdq import report
     from svdq.kernels import compile as kernels
+    from svdq.kernels import support
     from svdq.kernels.launch import device_architectures
 
     console = options.Console(quiet, json_file)
@@ -38,6 +39,7 @@ def command(build, json_file, quiet, verbose):
         spills = {kernel: one.resources.spill_bytes for kernel, one in built.items()}
         failures += [f"{kernel} for {arch}: spills {count} bytes" for kernel, count in spills.items() if count]
     facts = {"builds": builds, "failures": failures} | kernels.inventory(wanted, device_architectures())
+    facts["support"] = support.TABLE
     if verbose or build is None:
         console.say(report.kernels_text(facts, every_kernel=verbose))
     if failures:

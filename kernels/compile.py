@@ -73,6 +73,8 @@ SCALARS = ("f16", "bf16")
 RANKS = (0, 16, 32, 48, 64, 96, 128)
 HEAD_DIMS = (64, 128)
 HOPPER = "sm_90a"
+FP4_CORES = "sm_120a"  # its tensor cores take 4-bit floating-point operands with their scales; elsewhere 16-bit ones do
+FP4_RANKS = (0, 16)  # of t at a time
 HOPPER_FEW_TOKENS = 1024  # up to here small tiles: there are not enough large ones for all multiprocessors
 HOPPER_SHARED_BYTES = 226 * 1024  # that a block may ask for; 1 KB is for what the kernel declares
 
@@ -175,6 +177,10 @@ def expand_weight_kernel(scalar: str, bits: int) -> Kernel:
     return Kernel("expand_weight", (("SCALAR", scalar), ("BITS", bits)))
 
 
+def fp4_expand_kernel(weights: bool) -> Kernel:
+    return Kernel("fp4_expand", (("ROWS", 16 if weights else 8),))
+
+
 def all_kernels(arch: str) -> list[Kernel]:
     """Every kernel that linears of the listed ranks can ask for on this architecture; other ranks compile alike."""
     outs = (*SCALARS, "f32")
@@ -188,7 +194,15 @@ def all_kernels(arch: str) -> list[Kernel]:
         *(rope_kernel(scalar, size) for scalar in SCALARS for size in HEAD_DIMS),
         *(weight_only_kernel(scalar, tile) for scalar in SCALARS for tile in _weight_only_tiles()),
         *(expand_weight_kernel(scalar, bits) for scalar in SCALARS for bits in (4, 8)),
+        *(quantize_kernel(scalar, rank, 2, 3) for scalar in SCALARS for rank in FP4_RANKS),
+        Kernel("fp4_small_m"),
+        *([Kernel("fp4_gemm_lora")] if arch == FP4_CORES else _fp4_products()),
     ]
+
+
+def _fp4_products() -> list[Kernel]:
+    """NVFP4 of many tokens where tensor cores take 16-bit operands."""
+    return [*map(fp4_expand_kernel, (False, True)), Kernel("fp4_finish")]
 
 
 def _weight_only_tiles() -> list[WeightOnlyTile]:

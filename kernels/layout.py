@@ -99,7 +99,12 @@ MMA = {
     "token_scales": Layout("ma mb:2 mc:4 md:2", "kt kg:2", "kt ma kg mc mb md"),
     "token_t": Layout("mp ml:8", "jt jh:2 jc:4 je:2", "jt mp jh ml jc je"),
     "down": Layout("kt ks:2 kl:4 kp:4 kd:2", "jb jl:8", "kt jb jl kl ks kp kd"),
+    # NVFP4's scales, a byte for 16 channels: of weights in tiles of 512 bytes, in 16 of them one row of every 32; of
+    # activations (in no file) as the lanes of m16n8k64 hold operand a
+    "fp4_wscales": Layout("nt nd:4 nc:4 nl:8", "kt kg:4", "nt kt nl nc nd kg"),
+    "fp4_scales": Layout("mb ms:2 ml:8", "kt kg:4", "mb kt ms ml kg"),
 }
+FP4_ROWS = Layout("n", "g", "g n")  # NVFP4's scales beside row-major codes: [K/16, rows]
 
 
 def pad(tensor: Tensor, *extents: int, value: float = 0) -> Tensor:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from svdq.kernels import support
+
 if TYPE_CHECKING:
     from svdq.pipeline import QuantizationSummary
     from svdq.preflight import HiddenBytes, Plan
@@ -294,6 +296,11 @@ def kernels_text(facts: dict[str, Any], every_kernel: bool = False) -> str:
         )
         if facts["devices"]:
             lines.append(f"* of a GPU here: {', '.join(facts['devices'])}")
+        rows = [[name, *(row[kind] for kind in support.FORMATS)] for name, row in support.TABLE.items()]
+        lines.append(table(["architectures", *support.FORMATS], rows))
+        lines.append(
+            "emulated: by wider numbers, to the same products; never run: compiled and checked, but on no such GPU"
+        )
     stored = size(sum(found["cubin_bytes"] for _, _, found in compiled))
     total = sum(map(len, architectures.values()))
     lines.append(f"{facts['cache']}: {len(compiled)} of {total} compiled by NVRTC {facts['nvrtc']}, {stored}")

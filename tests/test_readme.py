@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from svdq import schema
+from svdq.kernels import support
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -14,6 +15,10 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.parametrize("rules", [schema.CANONICAL, schema.PACKED], ids=["canonical", "packed"])
 def test_the_tensor_tables_are_those_of_the_schema(rules):
     assert schema.markdown_table(rules) in README
+
+
+def test_the_table_of_formats_and_gpus_is_that_of_the_code():
+    assert support.markdown_table() in README
 
 
 def test_every_source_file_has_a_line_in_the_tree():

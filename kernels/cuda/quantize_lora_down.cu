@@ -1,8 +1,8 @@
 // Activations → codes and scales in the order that the GEMM reads, and t = x · proj_down.
 //
 // STORE says what a code is: NIBBLES, of 4 bits; BYTES, the same 4-bit number as e4m3; VALUES, 8 bits of e4m3 with one scale
-// a row, absmax / 448, without clip. x is read once; for VALUES, whose scale must be known first, a second time from the
-// second-level cache, and the blocks of a panel are a cluster.
+// a row, absmax / 448, without clip; FLOATS, 4 bits of e2m1 with an e4m3 scale for 16 channels, without clip. x is read once; for
+// VALUES, whose scale must be known first, a second time from the second-level cache, and the blocks of a panel are a cluster.
 //
 // A block takes one panel of 16 rows and one share of the groups; its warps take the groups in turn. A warp has HALVES = 2
 // halves of the panel's rows, g and g+8, or, where one group's latency is all that counts, 1: two warps to a group.
@@ -14,9 +14,9 @@
 //   down         proj_down, float16, in the order `down`, padded to all groups
 //   inv_smooth   (k) float32 or null
 //   codes        (panels, groups, 2, 32) uint2; else e4m3 in the order `fp8`, with `rows` rows
-//   scales       (panels, groups, 16) float32; BYTES: in the order `token_scales`; VALUES: (rows)
-//   t            (gridDim.y, rows, rank) float32: partial sums of x · proj_down, one per share of the groups; row-major, else in
-//                the order `token_t`
+//   scales       (panels, groups, 16) float32; BYTES: in the order `token_scales`; VALUES: (rows); FLOATS: words of four e4m3
+//   t            (gridDim.y, rows, rank) float32: partial sums of x · proj_down, one per share of the groups; row-major, for BYTES
+//                and VALUES in the order `token_t`
 // Rows from m on, up to whole panels, and groups from k/64 on are written as zeros. A block makes RANK columns of t; a rank beyond what
 // registers hold is cut over gridDim.z, whose first part also makes the codes.
 //
@@ -24,8 +24,11 @@
 // later, the Hadamard stages 1, 2, 4, 32 stay in registers and 8, 16 are two shuffles, and the same registers are operand
 // a of x · proj_down.
 #include "common.cuh"
+#if STORE == 3
+#include "e2m1.cuh"
+#endif
 
-enum Store { NIBBLES, BYTES, VALUES };
+enum Store { NIBBLES, BYTES, VALUES, FLOATS };
 constexpr int WARPS = 8;
 constexpr int GROUPS = WARPS * HALVES / 2;  // that a block has at a time
 constexpr int TILES = RANK / 8;
@@ -186,7 +189,7 @@ __device__ __forceinline__ u32 encode(const float (&v)[8], float factor) {
     return word;
 }
 
-#if STORE != 0
+#if STORE == 1 || STORE == 2
 // Four values, two channels apart, as e4m3: integers exactly, else rounded to nearest even, within ±448.
 __device__ __forceinline__ u32 encode_bytes(const float* v, float factor) {
     u32 word = 0;
@@ -347,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int h = 0; h < HALVES; h++) {
             const int half = first_half + h, quad = lane / 4;
             const bool used = !half || !few;
-            float most = 0.f;
-            Scale scale = {};
+            [[maybe_unused]] float most = 0.f;
+            [[maybe_unused]] Scale scale = {};
             if (used) {
                 if (inv_smooth && column < k) smooth_row(v[h], older);
                 if (rotation) hadamard(v[h], lane);
@@ -360,13 +363,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (clip != 1.f) most = most * clip;
                 scale.set(most);
 #endif
-                scale.factor = without_nan(v[h], most, scale.factor);
+                if (STORE != FLOATS) scale.factor = without_nan(v[h], most, scale.factor);
             }
 #if STORE == 0
             const long long tile = static_cast<long long>(panel) * groups + group;
             const uint2 code = used ? make_uint2(encode(v[h][0], scale.factor), encode(v[h][1], scale.factor)) : make_uint2(0, 0);
             reinterpret_cast<uint2*>(codes)[(tile * 2 + half) * 32 + lane] = code;
             if (lane % 4 == 0) scales[tile * PANEL + quad * scales_ml + half * scales_ms] = scale.scale;
+#elif STORE == 3
+            const long long tile = static_cast<long long>(panel) * groups + group;
+            u32 four;
+            reinterpret_cast<uint2*>(codes)[(tile * 2 + half) * 32 + lane] = encode_group(v[h], four);
+            if (lane % 4 == 0) reinterpret_cast<u32*>(scales)[tile * PANEL + half * 8 + quad] = four;
 #else
             const long long stage = static_cast<long long>(group / 2) * rows;
             unsigned char* to = codes + stage * (2 * GROUP) + (panel * 2 + half) * fp8_mg + group % 2 * 2 * fp8_ks + quad * fp8_ml + lane % 4 * fp8_kl;
@@ -413,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int g = 0; g < GROUPS; g++) sum += partial[g][i / WIDTH][i % WIDTH];
             const int row = panel * PANEL + i / WIDTH, column = blockIdx.z * RANK + first + i % WIDTH;
-#if STORE == 0
+#if STORE == 0 || STORE == 3
             t[(static_cast<long long>(blockIdx.y) * rows + row) * rank + column] = sum;
 #else
             const long long tile = static_cast<long long>(blockIdx.y) * (rank / 16) + column / 16;

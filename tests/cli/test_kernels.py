@@ -9,7 +9,7 @@ import pytest
 
 from svdq import report
 from svdq.kernels import compile as kernels
-from svdq.kernels import launch
+from svdq.kernels import launch, support
 from svdq.kernels.compile import ARCHITECTURES, HOPPER, Compiled, Kernel, Resources, all_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
@@ -86,6 +86,16 @@ def test_a_full_cache_lists_registers_and_shared_bytes(svdq, full_cache):
             entry = kernels.cached_file(kernel, arch).read_bytes()
             numbers = json.loads(entry[len(b"svdq-cubin-1\n") + 32 :].partition(b"\n")[0])
             assert cell.split("/")[:2] == [str(numbers["registers"]), str(numbers["shared_bytes"])]
+
+
+def test_what_runs_where_stands_under_the_list(svdq):
+    lines = svdq("kernels").out.splitlines()
+    (header,) = (i for i, line in enumerate(lines) if line.startswith("architectures"))
+    found = [re.split(r"\s{2,}", line) for line in lines[header : header + 1 + len(support.TABLE)]]
+    assert found == [
+        ["architectures", *support.FORMATS],
+        *([arch, *row.values()] for arch, row in support.TABLE.items()),
+    ]
 
 
 @pytest.mark.parametrize("order", [["sm_90a", "sm_89"], ["sm_89", "sm_90a"]])
@@ -183,6 +193,7 @@ def test_the_json_report_has_every_number(svdq, two_kernels, own_cache, tmp_path
         "cache": str(own_cache),
         "nvrtc": ".".join(map(str, kernels.compiler_version())),
         "devices": [],
+        "support": support.TABLE,
         "builds": {"sm_89": {"compiled": 2, "from_cache": 0}},
         "failures": [],
         "architectures": {

@@ -199,6 +199,58 @@ inline void host_mma_integer(uint32_t (&d)[4], const uint32_t (&a)[4], const uin
     __syncwarp();
 }
 
+// d += a · b, 16 x 8 x 16, float16.
+inline uint32_t host_multiply_halves(uint32_t a, uint32_t b) {
+    const float2 x = host_widen(a), y = host_widen(b);
+    return host_narrow_half(x.x * y.x, x.y * y.y);
+}
+inline void host_mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    Lanes& all = lanes();
+    const int lane = threadIdx.x % 32;
+    const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
+    for (int i = 0; i < 6; i++) all.word[lane][i] = own[i];
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 16; k++) {
+            const int at = k % 8 / 2, shift = k % 2 * 16;
+            const float a = float_of_half(all.word[row % 8 * 4 + at][k / 8 * 2 + row / 8] >> shift & 0xffff);
+            const float b = float_of_half(all.word[column * 4 + at][4 + k / 8] >> shift & 0xffff);
+            sum += static_cast<double>(a) * b;
+        }
+        d[i] = sum;
+    }
+    __syncwarp();
+}
+
+// d += (a · a_scales) · (b · b_scales), 16 x 8 x 64, of 4-bit floating point; `thread` of every four lanes has b's scales.
+inline void host_mma_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales, int thread) {
+    constexpr float LEVELS[8] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+    auto level = [&](uint32_t word, int at) { return LEVELS[word >> 4 * at & 7] * (word >> 4 * at & 8 ? -1.f : 1.f); };
+    auto scale = [&](uint32_t word, int at) {
+        const uint32_t byte = word >> 8 * at & 0xff, exponent = byte >> 3;
+        return byte == 0x7f ? NAN : exponent ? std::ldexp(8.f + byte % 8, exponent - 10) : std::ldexp(byte, -9);
+    };
+    Lanes& all = lanes();
+    const int lane = threadIdx.x % 32;
+    const uint32_t own[8] = {a[0], a[1], a[2], a[3], b0, b1, a_scales, b_scales};
+    for (int i = 0; i < 8; i++) all.word[lane][i] = own[i];
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 64; k++) {
+            const int quad = k % 32 / 8, upper = k / 32;
+            const float x = level(all.word[row % 8 * 4 + quad][upper * 2 + row / 8], k % 8) * scale(all.word[row % 8 * 4 + row / 8][6], k / 16);
+            const float y = level(all.word[column * 4 + quad][4 + upper], k % 8) * scale(all.word[column * 4 + thread][7], k / 16);
+            sum += static_cast<double>(x) * y;
+        }
+        d[i] = sum;
+    }
+    __syncwarp();
+}
+
 // One launch: every block of the grid, its threads as threads.
 template <typename Kernel>
 void launch_on_host(Index grid, int threads, Kernel kernel) {

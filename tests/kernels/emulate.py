@@ -57,6 +57,13 @@ INSTRUCTIONS_OF_SOME = {
     ),
     "u32 fma_pair(f16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_half, half_of_float, a, b, c);",
     "u32 fma_pair(bf16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_bfloat, bfloat_of_float, a, b, c);",
+    "u32 multiply_halves(u32 a, u32 b)": "return host_multiply_halves(a, b);",
+    "void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
+        "host_mma_f16(d, a0, a1, a2, a3, b0, b1);"
+    ),
+    "void mma_scaled(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 a_scales, u32 b_scales)": (
+        "host_mma_scaled(d, a, b0, b1, a_scales, b_scales, THREAD);"
+    ),
 }
 STATEMENTS = {
     'asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));': "pair = host_narrow_e4m3(a, b);",

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import hopper, ops, quantizer, weight_only
-from svdq.kernels.compile import ARCHITECTURES, HOPPER, all_kernels
+from svdq.kernels import hopper, nvfp4, ops, quantizer, weight_only
+from svdq.kernels.compile import ARCHITECTURES, FP4_CORES, HOPPER, all_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
 
@@ -114,9 +114,10 @@ def launches():
         return empty(n, k // 2, dtype=torch.int8), empty(k // 64, n).half(), empty(n, rank).half(), None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ops, hopper, quantizer, weight_only):
+        for module in (ops, hopper, nvfp4, quantizer, weight_only):
             patch.setattr(module, "launch", recorder(module))
         patch.setattr(hopper, "require", lambda device: None)
+        patch.setattr(nvfp4, "_product", lambda x, weights: empty(len(x), len(weights)))
         patch.setattr(hopper, "_processors", lambda index: 132)
         columns, group, rows = empty(64, 4096), empty(64), empty(4096)
         quantizer.walk(
@@ -131,6 +132,7 @@ def launches():
                     ops.quantize_lora_down(*activation)
                     for values in (False, True):
                         hopper.quantize_lora_down_e4m3(*activation, values)
+                    nvfp4.nvfp4_quantize(x, activation[1], None, True)
             for m in (1, 8, 9, 64, 65):
                 x, codes = empty(m, 256, dtype=dtype), empty(96, 256, dtype=torch.int8)
                 for group in (32, 128):
@@ -153,6 +155,12 @@ def launches():
                         packed = empty(256, rank).half(), None, True, 0.85, None, None, values
                         operands = hopper.quantize_lora_down_e4m3(empty(m, 256).half(), *packed)
                         hopper.w4_gemm_lora_e4m3(*operands, *weight(4096, 256, rank), m, 4000, dtype)
+                    for cores in (False, True):
+                        patch.setattr(nvfp4, "has_fp4_cores", lambda device, cores=cores: cores)
+                        operands = nvfp4.nvfp4_quantize(empty(m, 256).half(), empty(256, rank).half(), None, True)
+                        codes, scales = empty(4096, 128, dtype=torch.uint8), empty(16, 4096, dtype=torch.uint8)
+                        floats = codes, scales, empty(4096), empty(4096, rank).half(), None
+                        nvfp4.nvfp4_gemm(*operands, *floats, m, 4000, dtype)
     return seen
 
 
@@ -175,14 +183,16 @@ def test_a_cubin_is_for_the_architecture_asked_for(disassembled):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_listed_kernels_are_those_that_the_operators_launch(launches, arch):
     elsewhere = {kernel for kernel, found in launches.items() if {one.module for one in found} != {hopper.__name__}}
+    wanted = set(launches) if arch == HOPPER else elsewhere
+    others = {"fp4_expand", "fp4_finish"} if arch == FP4_CORES else {"fp4_gemm_lora"}
     listed = all_kernels(arch)
-    assert set(listed) == (set(launches) if arch == HOPPER else elsewhere)
+    assert set(listed) == {kernel for kernel in wanted if kernel.name not in others}
     assert len(set(listed)) == len(listed)
 
 
 def test_hopper_has_kernels_that_no_other_operator_launches(launches):
     modules = {one.module for found in launches.values() for one in found}
-    assert modules == {ops.__name__, hopper.__name__, quantizer.__name__, weight_only.__name__}
+    assert modules == {one.__name__ for one in (ops, hopper, nvfp4, quantizer, weight_only)}
     names = {kernel.name for kernel in set(all_kernels(HOPPER)) - set(all_kernels("sm_100a"))}
     assert names == {"quantize_lora_down", "expand_codes", "w4_wgmma_lora"}
 
@@ -313,7 +323,7 @@ def test_hoppers_operands_are_copied_in_bulk_by_warps_with_few_registers(wgmma):
         assert {"UBLKCP", "USETMAXREG"} <= kinds and not {"LDGSTS", "UTMALDG"} & kinds, constants
 
 
-@pytest.mark.parametrize(("store", "conversions"), [(0, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("store", "conversions"), [(0, False), (1, True), (2, True), (3, False)])
 def test_activations_become_e4m3_where_bytes_are_stored(disassembled, store, conversions):
     codes = [code for (kernel, _), code in disassembled.items() if dict(kernel.constants).get("STORE") == store]
     assert codes
@@ -328,6 +338,22 @@ def test_codes_of_weights_become_bytes_without_a_conversion(disassembled):
     assert [i for i in code.instructions if i.startswith(("I2F", "F2F"))] == []
 
 
+def products_of(disassembled, name, arch):
+    """The tensor-core instructions of a kernel without constants."""
+    (code,) = (code for (kernel, target), code in disassembled.items() if (kernel.name, target) == (name, arch))
+    return {i for i in code.instructions if re.match(r"[A-Z]*MMA", i)}
+
+
+def test_4_bit_floating_point_is_multiplied_with_its_scales_where_tensor_cores_can(disassembled):
+    wanted = {"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X", "HMMA.1688.F32.TF32"}  # and the low rank
+    assert products_of(disassembled, "fp4_gemm_lora", FP4_CORES) == wanted
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_4_bit_floating_point_of_few_tokens_is_multiplied_as_float16(disassembled, arch):
+    assert products_of(disassembled, "fp4_small_m", arch) == {"HMMA.16816.F32"}
+
+
 WAIT = "ACQBULK"  # griddepcontrol.wait
 
 
@@ -336,6 +362,7 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
     """Before the wait it may read weights, as constants; activations are never constants."""
     activations = {  # by the width of a vector: codes and t (of row scales half may be left out); x, a row factor; x
         "w4a4_small_m": {"LDG.E.64"},
+        "fp4_small_m": {"LDG.E.64", "LDG.E"},
         "quantize_lora_down": {"LDG.E.128", "LDG.E"},
         "inv_rms": {"LDG.E.128"},
         "weight_only": {"LDG.E.128"},
@@ -357,7 +384,8 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
         if kernel.name != "expand_codes":  # the assembler may move its one read behind the wait
             constants = dict(kernel.constants)  # (of weight_only the copies of codes are not counted here)
             reads_scales = kernel.name == "weight_only" and constants["BITS"] == 4
-            reads_weights = kernel.name == "w4a4_small_m" or constants.get("HALVES") == 1 or reads_scales
+            few = kernel.name in ("w4a4_small_m", "fp4_small_m") or constants.get("HALVES") == 1
+            reads_weights = few or reads_scales
             assert bool(weights) == reads_weights, f"{kernel}: {set(before)}"
         assert activations[kernel.name] <= set(after), f"{kernel}: {set(after)}"
 

@@ -1,0 +1,49 @@
+"""Which format runs how on which GPU: one table, which `svdq kernels` prints and README shows.
+
+    native    the tensor cores multiply the format's own numbers, or 16-bit ones where the format's activations are that
+    emulated  they have no such numbers: wider ones are multiplied, to the same products
+    no        there is no kernel
+
+"never run": compiled and its instructions checked, parts of it run on a CPU, but on no such GPU.
+"""
+
+from __future__ import annotations
+
+NEVER = ", never run"
+
+# by what svdq.kernels.compile.ARCHITECTURES names
+TABLE: dict[str, dict[str, str]] = {
+    "sm_80, sm_86, sm_89": {
+        "W4A4": "native" + NEVER,
+        "W4A8": "no",
+        "W4A16": "no",
+        "W8A16": "no",
+        "NF4": "no",
+        "NVFP4": "emulated" + NEVER,
+    },
+    "sm_90a": {"W4A4": "emulated", "W4A8": "native", "W4A16": "no", "W8A16": "no", "NF4": "no", "NVFP4": "emulated"},
+    "sm_100a": {
+        "W4A4": "emulated" + NEVER,
+        "W4A8": "no",
+        "W4A16": "no",
+        "W8A16": "no",
+        "NF4": "no",
+        "NVFP4": "emulated" + NEVER,
+    },
+    "sm_120a": {
+        "W4A4": "emulated" + NEVER,
+        "W4A8": "no",
+        "W4A16": "no",
+        "W8A16": "no",
+        "NF4": "no",
+        "NVFP4": "native" + NEVER,
+    },
+}
+FORMATS = tuple(TABLE["sm_90a"])
+
+
+def markdown_table() -> str:
+    """The table as README shows it (a test compares the two)."""
+    lines = [f"| | {' | '.join(FORMATS)} |", "|---" * (len(FORMATS) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(row[kind] for kind in FORMATS)} |" for name, row in TABLE.items()]
+    return "\n".join(lines)

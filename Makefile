@@ -1,6 +1,8 @@
 # Everything the project needs beyond Python 3.10 or newer and make, these targets install into .venv by themselves.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# the Debian package of the browser that opens the HTML reports in a test; empty = install none, skip that test
+BROWSER ?= chromium
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
@@ -14,7 +16,7 @@ LINKED := $(VENV)/.linked-$(FILES_ID)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test lint typecheck demo model texts gpu-test clean
+.PHONY: help setup test lint typecheck demo model texts browser gpu-test clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -38,7 +40,7 @@ $(LINKED): $(INSTALLED)
 	@touch $@
 
 # pytest, not python -m pytest: that would put the repository's folders svdq and kernels before the installed packages.
-test: lint typecheck model texts  ## what CI runs: lint, types, and every test that needs no GPU
+test: lint typecheck model texts browser  ## what CI runs: lint, types, and every test that needs no GPU
 	@echo "test: pytest"
 	@$(VENV)/bin/pytest -m "not gpu"
 
@@ -56,6 +58,16 @@ model: setup
 
 texts: setup
 	@$(VENV)/bin/python examples/fetch_texts.py
+
+# Where it cannot be installed (no root, no apt-get) the tests that need it are skipped and say so; where it should be
+# and is not, that is an error.
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+		! command -v $$name >/dev/null || exit 0; done; \
+	test -n "$(BROWSER)" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null || exit 0; \
+	echo "set-up: installing $(BROWSER) for the tests of HTML reports (half a minute; make test BROWSER= goes without)"; \
+	install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(BROWSER) >/dev/null; }; \
+	install 2>/dev/null || { apt-get update -qq && install; }
 
 demo: model texts  ## quantize a small real language model and measure it (downloads 140 MB the first time)
 	@$(VENV)/bin/python examples/demo.py

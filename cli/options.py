@@ -38,6 +38,13 @@ def check_writable(context: click.Context, parameter: click.Parameter, value: st
     return value
 
 
+def check_page(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The same of a page, which is a file and named as one."""
+    if value is not None and not value.endswith((".html", ".htm")):
+        raise click.BadParameter(f"{value}: wanted the path of an .html file", context, parameter)
+    return check_writable(context, parameter, value)
+
+
 class _Smoothing(click.ParamType):
     name = "float|search"
 
@@ -86,6 +93,13 @@ output_options = _stack(
 )
 timeout_option = click.option(
     "--timeout", type=click.FloatRange(1), default=TIMEOUT, show_default=True, help="Under torchrun: seconds to wait."
+)
+page_option = click.option(
+    "--report",
+    "page_file",
+    metavar="FILE.html",
+    callback=check_page,
+    help="Write a page with plots and tables that sort: one file, which loads nothing.",
 )
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Print every layer.")
 remote_code = click.option("--trust-remote-code", is_flag=True, help="Run code that the model directory brings.")
@@ -188,10 +202,19 @@ def write_report(json_file: str | None, numbers: dict[str, Any]) -> None:
     if json_file == "-":
         click.echo(text)
         return
+    _write("--json", json_file, text + "\n")
+
+
+def write_page(page_file: str, text: str) -> None:
+    if rank() == 0:
+        _write("--report", page_file, text)
+
+
+def _write(option: str, file: str, text: str) -> None:
     try:
-        Path(json_file).write_text(text + "\n")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json {json_file}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option} {file}: cannot be written: {error.strerror}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -40,17 +40,20 @@ from svdq.cli import options
     show_default=True,
     help="fp8: what the file gives with 8-bit activations (W4A8), as load_quantized has them on Hopper.",
 )
+@options.page_option
 @options.remote_code
 @options.device_option
 @options.output_options
 @options.verbose_option
 def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens, seed, max_error, max_kernel_error,
-            max_perplexity_ratio, kernels, activations, trust_remote_code, device, json_file, quiet,
-            verbose):  # fmt: skip
+            max_perplexity_ratio, kernels, activations, page_file, trust_remote_code, device, json_file,
+            quiet, verbose):  # fmt: skip
     """Check structure, layers and perplexity of a canonical or packed file. Exit 1 if a check fails."""
     from svdq import report, store_checks, verify
     from svdq.calibration.store import Store
     from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
+    from svdq.details import Details
+    from svdq.html_report import verification_page
     from svdq.layer_checks import require_kernels
     from svdq.models import resolve_device
     from svdq.quantized import open_quantized
@@ -75,6 +78,7 @@ def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens,
     for text in texts:
         console.say(text.summary())
     thresholds = verify.Thresholds(max_kernel_error, max_error, max_perplexity_ratio)
+    details = Details(wanted=page_file is not None)
     result = verify.verify(
         model,
         quantized,
@@ -84,10 +88,14 @@ def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens,
         thresholds=thresholds,
         device=where,
         kernels=kernels,
+        details=details,
         progress=console.progress,
     )
     console.say(report.verification_text(result, most=10**9 if verbose else 15))
     for answer in result.what_if:
         console.say(report.what_if_text(answer, most=10**9 if verbose else 10))
     options.write_report(json_file, result.to_dict())
+    if page_file:
+        options.write_page(page_file, verification_page(result, details, model, quantized))
+        console.say(f"report: {page_file}")
     return 1 if result.failures else 0

@@ -26,6 +26,7 @@ from svdq.calibration.capture import BlockStream, token_rows, watch_inputs
 from svdq.calibration.data import TokenData, batches
 from svdq.calibration.store import Store
 from svdq.checkpoint import same_bytes
+from svdq.details import Details, quantizer_report
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import DTYPES
 from svdq.formats import FORMATS
@@ -91,6 +92,7 @@ class Report:
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     what_if: list[WhatIf] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # of each phase
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,9 +124,11 @@ def verify(
     thresholds: Thresholds | None = None,
     device: torch.device | str = "cpu",
     kernels: str = "reference",
+    details: Details | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
     """See the module. kernels: 'reference', or 'cuda' on a CUDA device. changes: of knobs, each asked of the store.
+    details: filled on the way, for a page.
 
     Raises CheckpointError if the file is not of this model at all, or holds numbers that the kernels cannot.
            ConfigError or KernelError if the kernels are wanted and cannot run on this device.
@@ -154,18 +158,25 @@ def verify(
     )
     report.repairs = list(quantized.report.get("repairs", []))
     half = kernel_dtype(model, quantized) if kernels == "cuda" else None
+    details = details or Details()
+    details.enter("structure")
     report.structure = check_structure(model, quantized)
     if data:
-        _verify_on_data(model, quantized, data, report, device, half, progress)
+        _verify_on_data(model, quantized, data, report, details, device, half, progress)
     else:
+        details.enter("layer errors")
         for done, name in enumerate(quantized.layers, 1):
             layer = quantized.layer(name)
             runner = None if half is None else KernelLinear(layer.to(device), half)
             report.layers.append(_verify_on_weights(model, linears[name], layer, runner))
+            details.see(layer)
             progress("verify", done, len(quantized.layers))
     on_store: dict[str, float] = {}
     if store is not None:
+        details.enter("errors on the store", device)
         on_store, report.what_if = check_on_store(model, quantized, store, changes, device=device, progress=progress)
+    details.enter(None, device)
+    report.seconds = dict(details.seconds)
     place = {name: number for number, name in enumerate(quantized.layers)}
     report.layers.sort(key=lambda row: place[row.name])
     for row in report.layers:
@@ -302,26 +313,6 @@ def _verify_on_weights(model: Model, linear: Linear, layer: Layer, kernels: Kern
     return _row(linear, layer, errors)
 
 
-def quantizer_report(quantized: QuantizedFile, name: str) -> dict[str, Any] | None:
-    """What the header keeps of the quantizer's report on this linear; None where it lacks that or holds something else.
-
-    rounds      √(J/‖X'W'ᵀ‖²) of each, on the calibration tokens: damped_after_codes, damped_after_lowrank, and error,
-                which is undamped
-    kept_round  the one whose tensors are in the file, from 1; damping is λ / mean diag Hxx
-    """
-    layers = quantized.report.get("layers")
-    entry: Any = layers.get(name) if isinstance(layers, dict) else None
-    keys = ("damped_after_codes", "damped_after_lowrank", "error")
-    try:
-        return {
-            "rounds": [{key: float(errors[key]) for key in keys} for errors in entry["rounds"]],
-            "kept_round": int(entry["kept_round"]),
-            "damping": float(entry["damping"]),
-        }
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-
-
 def _without_bias(layer: Layer) -> Layer:
     return replace(layer, bias=None)
 
@@ -360,6 +351,7 @@ def _verify_on_data(
     quantized: QuantizedFile,
     data: list[TokenData],
     report: Report,
+    details: Details,
     device: torch.device,
     half: torch.dtype | None,
     progress: Callable[[str, int, int], None],
@@ -371,6 +363,7 @@ def _verify_on_data(
         if source.sha256() == calibrated.get("sha256"):
             report.notes.append(f"{source.source}: these are the calibration tokens, not held-out ones")
     owner = [number for number, part in enumerate(parts) for _ in part]
+    details.enter("original model")
     stream = BlockStream(model, [batch for part in parts for batch in part], device, compute_dtype(model, device))
     states = [hidden.clone() for hidden in stream.hidden]
     linears = [linear for linear in model.linears if linear.name in quantized.layers]
@@ -390,16 +383,20 @@ def _verify_on_data(
 
         with watch_inputs(model.tree, members, see):
             stream.advance(visit.run())
+        details.enter("layer errors", device)
         if visit.last:
             for linear in members:
                 layer, runner = layers[linear.name], runners.get(linear.name)
-                if linear.name not in seen:
+                x = torch.cat(seen[linear.name]) if linear.name in seen else None
+                details.see(layer, x)
+                if x is None:
                     report.notes.append(f"{linear.name}: never ran on this data, checked on its weights")
                     report.layers.append(_verify_on_weights(model, linear, layer, runner))
                     continue
                 weight, bias = original_parameters(model, linear)
-                errors = layer_errors(weight, bias, layer, torch.cat(seen[linear.name]), runner)
+                errors = layer_errors(weight, bias, layer, x, runner)
                 report.layers.append(_row(linear, layer, errors))
+        details.enter("quantized model", device)
         forwards = {name: runners.get(name) or _reference_forward(layer) for name, layer in layers.items()}
         with _QuantizedForwards(model, members, forwards):
             states = [call.run(visit.module, x) for call, x in zip(visit.calls, states, strict=True)]
@@ -409,6 +406,8 @@ def _verify_on_data(
                 report.notes.append(note)
         done += 1
         progress("verify", done, stream.visits)
+        details.enter("original model", device)
+    details.enter("outputs")
     _compare_outputs(model, stream, states, owner, data, report)
 
 

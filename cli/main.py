@@ -11,7 +11,19 @@ import sys
 import click
 
 from svdq import __version__
-from svdq.cli import bench, calibrate, export_packed, inspect, kernels, profile, quantize, roofline, tune, verify
+from svdq.cli import (
+    bench,
+    calibrate,
+    compare,
+    export_packed,
+    inspect,
+    kernels,
+    profile,
+    quantize,
+    roofline,
+    tune,
+    verify,
+)
 from svdq.errors import SvdqError
 from svdq.ranks import is_first_to_fail, leave
 from svdq.report import printable
@@ -22,11 +34,11 @@ from svdq.report import printable
 def svdq() -> None:
     """Offline W4A4 quantization of transformers.
 
-    calibrate, quantize, tune, verify, export-packed; inspect, kernels, roofline, profile, bench say what there is.
+    calibrate, quantize, tune, verify, export-packed; compare, inspect, kernels, roofline, profile, bench tell what is.
     """
 
 
-for module in (calibrate, quantize, tune, verify, export_packed, inspect, kernels, roofline, profile, bench):
+for module in (calibrate, quantize, tune, verify, compare, export_packed, inspect, kernels, roofline, profile, bench):
     svdq.add_command(module.command)
 
 

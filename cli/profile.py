@@ -54,7 +54,7 @@ def command(model_dir, quantized, tokens, steps, fuse, trace, trust_remote_code,
         tree = model.tree.eval()
     drawn = torch.randint(model.vocab_size or 2, (1, tokens), generator=torch.Generator().manual_seed(0)).to(where)
     facts = profile(lambda: tree(input_ids=drawn), where, steps, trace)
-    facts |= {"tokens": tokens, "device": where.type, "quantized": bool(quantized)}
+    facts |= {"tokens": tokens, "device": where.type, "quantized": bool(quantized), "file": quantized or None}
     console.say(report.profile_text(facts))
     options.write_report(json_file, facts)
     return 0

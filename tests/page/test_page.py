@@ -27,16 +27,19 @@ def pages(quantized, heldout_ids, tmp_path_factory):
     runs = [["verify", file, "--model", directory, "--data", heldout_ids, "--min-tokens", 64, "--json", out / "a.json"]]
     runs.append(["verify", other, "--model", directory, "--data", heldout_ids, "--min-tokens", 64])
     runs[1] += ["--json", out / "b.json"]
+    runs.append(["compare", file, other, "--verified", out / "a.json", "--verified", out / "b.json"])
     runs.append(["verify", encoded, "--model", encoder, "--data", heldout_ids, "--min-tokens", 64])
-    for run, page in zip(runs, ("verify.html", "other.html", "encoder.html"), strict=True):
+    for run, page in zip(runs, ("verify.html", "other.html", "compare.html", "encoder.html"), strict=True):
         with pytest.raises(SystemExit) as stop:
             main([*map(str, run), "--report", str(out / page), "--quiet"])
         assert stop.value.code == 0
     numbers = json.loads((out / "a.json").read_text())
-    return SimpleNamespace(verify=out / "verify.html", encoder=out / "encoder.html", numbers=numbers)
+    return SimpleNamespace(
+        verify=out / "verify.html", compare=out / "compare.html", encoder=out / "encoder.html", numbers=numbers
+    )
 
 
-@pytest.fixture(params=["verify", "encoder"])
+@pytest.fixture(params=["verify", "compare", "encoder"])
 def page(request, pages):
     return getattr(pages, request.param)
 

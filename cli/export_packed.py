@@ -10,7 +10,8 @@ from svdq.cli import options
 @click.command("export-packed")
 @click.argument("file", metavar="OUT.safetensors")
 @click.argument("out", metavar="PACKED.safetensors")
-@click.option("--layout", type=click.Choice(["mma"]), default="mma", show_default=True, help="Fragment order.")
+@click.option("--layout", type=click.Choice(["mma", "rows"]), show_default="mma; rows where kernels read that",
+              help="Fragment order (W4A4, NVFP4), or rows (all others, NVFP4).")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), default="float16", show_default=True,
               help="Type of every 16-bit tensor in the file.")  # fmt: skip
 @click.option(
@@ -31,14 +32,21 @@ def command(file, out, layout, dtype, fuse, runtime, linears_only, json_file, qu
 
     console = options.Console(quiet, json_file)
     source = open_quantized(file)
-    export.check_exportable(source, runtime)
-    check_output(out, source.file.size, [source.file.path])
     fuses = [export.parse_fuse(text) for text in fuse]
+    export.check_exportable(source, runtime, layout, fuses)
+    check_output(out, source.file.size, [source.file.path])
     numbers = export.export_packed(
-        source, out, dtype=dtype, fuses=fuses, runtime=runtime, linears_only=linears_only, progress=console.progress
+        source,
+        out,
+        dtype=dtype,
+        order=layout,
+        fuses=fuses,
+        runtime=runtime,
+        linears_only=linears_only,
+        progress=console.progress,
     )
     console.say(
-        f"{out}: {numbers['layers']} linears packed for {layout}, {numbers['fused']} fused groups, "
+        f"{out}: {numbers['layers']} linears packed for {numbers['layout']}, {numbers['fused']} fused groups, "
         f"{numbers['dtype']}, {report.size(numbers['bytes'])}"
     )
     options.write_report(json_file, numbers)

@@ -9,6 +9,7 @@ it silently misread a mixed file.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from svdq import schema
 from svdq.checkpoint import Entry, write_file
 from svdq.errors import CheckpointError, ConfigError
+from svdq.export_formats import export_stored
 from svdq.kernels import layout
 
 if TYPE_CHECKING:
@@ -202,10 +204,18 @@ def fusion_groups(names: list[str], fuses: list[tuple[str, list[str]]]) -> dict[
     return groups
 
 
-def check_exportable(source: QuantizedFile, runtime: str | None) -> None:
-    """Refuse what cannot be packed, or what the named runtime would misread."""
+def check_exportable(
+    source: QuantizedFile, runtime: str | None, order: str | None = None, fuses: Sequence[Any] = ()
+) -> None:
+    """Refuse what cannot be packed so, or what the named runtime would misread."""
     if source.kind == "packed":
         raise CheckpointError(f"{source.file.path}: already packed; wanted the canonical file of svdq quantize")
+    form = source.format.name
+    if form == "w4a4" and order == "rows":
+        raise ConfigError("--layout rows: W4A4's kernels read fragments; wanted --layout mma")
+    if form != "w4a4" and (fuses or runtime == "nunchaku"):
+        what = "--fuse" if fuses else "--for nunchaku"
+        raise ConfigError(f"{what}: knows w4a4 alone, {source.file.path} is {form}")
     if runtime == "nunchaku":
         clipped = [name for name in source.layers if f"{name}.act_clip" in source.file.tensors]
         if source.rotation or clipped:
@@ -221,17 +231,22 @@ def export_packed(
     out: str | Path,
     *,
     dtype: str = "float16",
+    order: str | None = None,
     fuses: list[tuple[str, list[str]]] | None = None,
     runtime: str | None = None,
     linears_only: bool = False,
     progress=lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Write the packed file. Returns {'layers', 'fused', 'bytes', 'dtype'}.
+    """Write the packed file. Returns {'layers', 'fused', 'bytes', 'dtype', 'layout'}.
+
+    order  the layout: 'mma' (W4A4, NVFP4) or 'rows' (all others, NVFP4); None = the format's first
 
     Raises ConfigError if a value overflows the chosen 16-bit type, naming the layer.
     """
-    check_exportable(source, runtime)
+    check_exportable(source, runtime, order, fuses or ())
     kind = DTYPES[dtype]
+    if source.format.name != "w4a4":
+        return export_stored(source, out, order, kind, linears_only, progress)
     groups = fusion_groups(list(source.layers), fuses or [])
     entries: list[Entry] = []
     sizes: dict[str, Any] = {}
@@ -288,4 +303,5 @@ def export_packed(
         "fused": sum(len(parts) > 1 for parts in groups.values()),
         "bytes": Path(out).stat().st_size,
         "dtype": dtype,
+        "layout": "mma",
     }

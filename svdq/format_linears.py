@@ -5,16 +5,13 @@ W4A16, W8A16 and NF4 are read in the order that they are stored in; NVFP4 is rep
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from svdq import nf4
-from svdq.config import ROW
-from svdq.errors import ConfigError
 from svdq.formats import FORMATS
-from svdq.kernels import nvfp4, reference
+from svdq.kernels import nf4 as nf4_kernels
+from svdq.kernels import nvfp4, reference, weight_only
 from svdq.quantized import Layer
 
 
@@ -23,6 +20,8 @@ class StoredLinear(nn.Module):
 
     kernels  'auto': CUDA kernels for float16 and bfloat16 on a GPU; 'reference': plain torch everywhere
     """
+
+    FEW_TOKENS = 0  # up to here a kernel reads the stored weights; for more they are expanded first
 
     def __init__(self, layer: Layer, kernels: str = "auto"):
         super().__init__()
@@ -82,17 +81,19 @@ class StoredLinear(nn.Module):
 class W4A16Linear(StoredLinear):
     """Weights in 4 bits with zero points or without, activations in 16 (svdq.kernels.weight_only)."""
 
+    FEW_TOKENS = weight_only.FEW_TOKENS
+
     def product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         t = self.stored()
-        group = self.in_features // t["w_scales"].shape[1] if t["w_scales"].shape[1] > 1 else self.in_features
+        group = self.in_features // t["w_scales"].shape[1]
         low_rank = (t.get("proj_down"), t.get("proj_up"), t.get("bias"))
-        return torch.ops.svdq.w4a16_linear(
-            rows, t["qweight"], t["w_scales"], t.get("w_zeros"), group, *low_rank, dtype
-        )
+        return torch.ops.svdq.w4a16_linear(rows, t["qweight"], t["w_scales"], t.get("w_zeros"), group, *low_rank, dtype)
 
 
 class W8A16Linear(StoredLinear):
     """Weights in 8 bits, a scale a row, activations in 16 (svdq.kernels.weight_only)."""
+
+    FEW_TOKENS = weight_only.FEW_TOKENS
 
     def product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         t = self.stored()
@@ -102,6 +103,8 @@ class W8A16Linear(StoredLinear):
 
 class NF4Linear(StoredLinear):
     """Weights as bitsandbytes stores NF4, activations in 16 bits (svdq.kernels.nf4)."""
+
+    FEW_TOKENS = nf4_kernels.FEW_ROWS
 
     def _prepare(self) -> None:
         t = self.stored()
@@ -116,6 +119,8 @@ class NF4Linear(StoredLinear):
 class NVFP4Linear(StoredLinear):
     """Weights and activations in E2M1 (svdq.kernels.nvfp4)."""
 
+    FEW_TOKENS = nvfp4.FEW_TOKENS
+
     def _prepare(self) -> None:
         t = self.stored()
         weight = (t["qweight"], t["w_scales"], t["wcscale"], t.get("proj_down"), t.get("proj_up"))
@@ -125,12 +130,12 @@ class NVFP4Linear(StoredLinear):
         return nvfp4.linear(rows, self.packed, dtype)
 
 
-_MODULES: dict[str, Callable[[Layer, str], StoredLinear]] = {
-    "w4a16": W4A16Linear,
-    "w8a16": W8A16Linear,
-    "nf4": NF4Linear,
-    "nvfp4": NVFP4Linear,
-}
+_MODULES = {"w4a16": W4A16Linear, "w8a16": W8A16Linear, "nf4": NF4Linear, "nvfp4": NVFP4Linear}
+
+
+def stored_linear(layer: Layer, kernels: str = "auto") -> StoredLinear:
+    """The module of a layer of another format than w4a4."""
+    return _MODULES[layer.format](layer, kernels)
 
 
 def _buffer(suffix: str) -> str:

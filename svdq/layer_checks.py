@@ -19,13 +19,14 @@ from torch import Tensor
 
 from svdq.errors import ConfigError
 from svdq.export import DTYPES, pack_layers, packed_sizes, unpack_layers
+from svdq.format_linears import StoredLinear
 from svdq.formats import FORMATS, Decoded
 from svdq.grid import INT4_ACTIVATION
 from svdq.kernels import layout
 from svdq.kernels.launch import require
 from svdq.kernels.ops import FEW_TOKENS
 from svdq.kernels.reference import w4a4_linear
-from svdq.linear import W4A4Linear
+from svdq.linear import W4A4Linear, linear_of
 from svdq.models import Model, compute_dtype
 from svdq.quantized import Layer, QuantizedFile
 
@@ -134,7 +135,7 @@ class KernelLinear:
 
     def __init__(self, layer: Layer, dtype: torch.dtype):
         self.layer, self.dtype = layer, dtype
-        self.packed = W4A4Linear(layer)
+        self.packed = linear_of(layer)
 
     def cast(self, x: Tensor) -> Tensor:
         half = x.to(self.dtype)
@@ -161,6 +162,8 @@ def kernel_errors(kernels: KernelLinear, x: Tensor) -> dict[str, Any]:
     Fewer tokens than it takes to reach both are repeated.
     """
     layer, packed = kernels.layer, kernels.packed
+    if not isinstance(packed, W4A4Linear):
+        return _stored_errors(layer, packed, kernels.cast(x.to(layer.codes.device)))
     half = kernels.cast(x.to(packed.qweight.device))
     if len(half) <= FEW_TOKENS:
         half = half.repeat(FEW_TOKENS // len(half) + 1, 1)
@@ -174,6 +177,32 @@ def kernel_errors(kernels: KernelLinear, x: Tensor) -> dict[str, Any]:
     return {
         "kernel_error": torch.tensor(errors, dtype=torch.float64).max().item(),  # NaN if one of them is
         "codes_differ": differ,
+        "kernel_dtype": str(half.dtype).removeprefix("torch."),
+    }
+
+
+def _stored_errors(layer: Layer, packed: StoredLinear, half: Tensor) -> dict[str, Any]:
+    """`kernel_errors` of the other formats, on up to FEW_TOKENS tokens.
+
+    For more, formats of 16-bit activations round the dequantized weights to that type: what this one rounding explains
+    is no error of the kernel, and the larger error counts only beyond it.
+    """
+    few = packed.FEW_TOKENS
+    if len(half) <= few:
+        half = half.repeat(few // len(half) + 1, 1)
+    wide = layer.transform.to(_CPU).approximate(half.to(_CPU), torch.float64).to(half.device)
+    exact = wide @ layer.weight_hat(torch.float64).t()
+    if layer.proj_up.shape[1]:
+        exact += (half.double() @ layer.proj_down.double()) @ layer.proj_up.double().t()
+    if layer.bias is not None:
+        exact += layer.bias.to(half.dtype).double()
+    of_few, of_many = (
+        ratio(packed.product(half[:m], torch.float32).double() - exact[:m], exact[:m]) for m in (few, len(half))
+    )
+    explained = torch.finfo(half.dtype).eps if layer.transform.dtype is None else 0.0
+    return {
+        "kernel_error": of_few if of_many <= max(of_few, explained) else of_many,
+        "codes_differ": 0,
         "kernel_dtype": str(half.dtype).removeprefix("torch."),
     }
 

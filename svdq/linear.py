@@ -1,4 +1,4 @@
-"""The quantized linear as a torch module, and a whole model made of it.
+"""The quantized linear as a torch module, and a whole model made of it. Other formats than W4A4: svdq.format_linears.
 
 Weights are held in the order that the kernels read, repacked once on the device that they are on. A forward is two
 operators of svdq.kernels.ops: CUDA kernels for 16-bit activations on a GPU, else the reference in plain torch.
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import pack_layers, packed_sizes
+from svdq.format_linears import StoredLinear, stored_linear
 from svdq.kernels import hopper, layout, ops, reference
 from svdq.kernels.launch import require
 from svdq.models import build_quantized_tree, linear_sizes
@@ -177,8 +178,19 @@ class W4A4LinearGroup(_Packed):
         return f"in_features={self.in_features}, out_features={self.columns}, activations={self.activations}"
 
 
-def _path(device: torch.device, dtype: torch.dtype, kernels: str, activations: str) -> str:
+def linear_of(layer: Layer, kernels: str = "auto", activations: str = "int4") -> W4A4Linear | StoredLinear:
+    """The module of a layer, by its format. Raises ConfigError for 8-bit activations of another than w4a4."""
+    if layer.format == "w4a4":
+        return W4A4Linear(layer, kernels, activations)
+    check_path(kernels, activations)
+    return stored_linear(layer, kernels)
+
+
+def _path(form: str, device: torch.device, dtype: torch.dtype, kernels: str, activations: str) -> str:
     """How linears are computed there, in words."""
+    if form != "w4a4":
+        plain = device.type != "cuda" or kernels == "reference" or dtype not in ops.SCALAR
+        return f"{form.upper()}, {'in plain torch' if plain else 'CUDA kernels'} on {device}"
     what = "W4A8: activations in e4m3" if activations == "fp8" else "W4A4"
     if device.type != "cuda" or kernels == "reference" or dtype not in ops.SCALAR:
         return f"{what}, in plain torch on {device}"
@@ -199,7 +211,7 @@ def load_quantized(
     fuse: bool = False,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """A running transformers model whose quantized linears are `W4A4Linear`.
+    """A running transformers model whose quantized linears are `W4A4Linear`, or the module of the file's format.
 
     model_dir  a directory with config.json; the weights come from the file (written without --linears-only)
     dtype      of everything that is not quantized; default float32 on CPUs, config.json's type elsewhere
@@ -220,7 +232,9 @@ def load_quantized(
         require(device)
         if activations == "fp8":
             hopper.require(device)
-    quantized = open_quantized(file)
+    quantized = open_quantized(file, activations)
+    if fuse and quantized.format.name != "w4a4":
+        raise ConfigError(f"fuse: knows w4a4 alone, {file} is {quantized.format.name}")
     if not quantized.other_tensors:
         raise CheckpointError(f"{file}: holds the linears only (--linears-only); wanted a file of the whole model")
     tree, keys, modules = build_quantized_tree(
@@ -243,12 +257,11 @@ def load_quantized(
     for name, path in modules.items():
         if path not in in_blocks:
             parent, _, leaf = path.rpartition(".")
-            setattr(
-                tree.get_submodule(parent), leaf, W4A4Linear(quantized.layer(name).to(device), kernels, activations)
-            )
+            module = linear_of(quantized.layer(name).to(device), kernels, activations)
+            setattr(tree.get_submodule(parent), leaf, module)
     loaded: dict[str, nn.Parameter] = {}
     for path, owner in tree.named_modules():
-        if isinstance(owner, _Packed):
+        if isinstance(owner, (_Packed, StoredLinear)):
             continue
         for leaf, parameter in owner._parameters.items():
             if parameter is None:
@@ -276,5 +289,5 @@ def load_quantized(
         generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
         tree.generation_config = generation  # type: ignore[assignment]
     tree.config.use_cache = True  # type: ignore[union-attr]
-    tree.svdq_path = _path(device, dtype, kernels, activations)  # type: ignore[assignment]
+    tree.svdq_path = _path(quantized.format.name, device, dtype, kernels, activations)  # type: ignore[assignment]
     return tree.eval()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from svdq import schema
+from svdq import export_formats, schema
 from svdq.checkpoint import SafetensorsFile, open_file
 from svdq.config import ROTATIONS, LayerConfig
 from svdq.errors import CheckpointError, ConfigError
@@ -92,21 +92,25 @@ class QuantizedFile:
         if self.kind == "packed" and one is None:
             raise CheckpointError(f"{self.file.path}: its packing names no 16-bit type")
         self._free_types = [one] if one is not None else [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+        self._order = "rows"  # of a canonical file too
+        self._rules = self.format.rules if self.kind == "canonical" else schema.PACKED
+        if self.kind == "packed" and self.format.name != "w4a4":
+            self._order = str(self.config["packing"]["layout"])
+            self._rules = export_formats.rules(self.format.name, self._order, self.format.rules)
         entries = self.meta(schema.LAYERS, dict)
         self.layers: dict[str, tuple[int, int, int, int]] = {}
         self._packed: dict[str, tuple[str, PackedSizes]] = {}  # part name → (packed name, its sizes)
         for name, entry in entries.items():
-            if self.kind == "canonical":
-                self.layers[name] = sizes = schema.layer_sizes(entry, name, self.format.group_unit)
-                self._check(name, self.format.rules, dict(zip("nkrg", sizes, strict=True)))
+            if self.format.name != "w4a4" or self.kind == "canonical":
+                self.layers[name] = n, k, rank, group = schema.layer_sizes(entry, name, self.format.group_unit)
+                self._check(name, self._rules, {**export_formats.padded(self._order, n, k, rank), "g": group})
             else:
                 packed = PackedSizes.from_dict(entry, name)
                 self._check(name, schema.PACKED, packed.padded())
                 for part in packed.parts:
                     self.layers[part.name] = (part.n, packed.k, part.rank, packed.group_size)
                     self._packed[part.name] = (name, packed)
-        rules = self.format.rules if self.kind == "canonical" else schema.PACKED
-        owned = {f"{name}.{rule.suffix}" for name in entries for rule in rules}
+        owned = {f"{name}.{rule.suffix}" for name in entries for rule in self._rules}
         self.other_tensors = [name for name in file.tensors if name not in owned]
 
     def meta(self, key: str, kind: type) -> Any:
@@ -158,7 +162,7 @@ class QuantizedFile:
             key = f"{name}.{rule.suffix}"
             info = self.file.tensors.get(key)
             if info is None:
-                if rule.optional and not (rule.suffix.startswith("proj_") and sizes["r"]):
+                if rule.optional and not (rule.suffix.startswith(("proj_", "lora_")) and sizes["r"]):
                     continue
                 raise CheckpointError(f"{self.file.path}: tensor '{key}' is missing")
             wanted = rule.resolve(**sizes)
@@ -172,13 +176,15 @@ class QuantizedFile:
         """Read one linear. Raises CheckpointError for a name that the file does not hold."""
         if name not in self.layers:
             raise CheckpointError(f"{self.file.path}: holds no quantized linear '{name}'")
-        if self.kind == "packed":
+        if name in self._packed:
             return self._unpacked(name)
         tensors = {
             rule.suffix: self.file.read(f"{name}.{rule.suffix}")
-            for rule in self.format.rules
+            for rule in self._rules
             if f"{name}.{rule.suffix}" in self.file.tensors
         }
+        if self.kind == "packed":
+            tensors = export_formats.unpack(self.format.name, self._order, tensors, *self.layers[name][:3])
         clip = float(tensors["act_clip"]) if "act_clip" in tensors else 1.0
         (n, k, *_), decoded = self.layers[name], self.format.load(tensors)
         return Layer(

@@ -48,6 +48,7 @@ _EXPRESSIONS = {
     "k/2": lambda s: s["k"] // 2,
     "k/g": lambda s: s["k"] // s["g"],
     "k/64": lambda s: s["k"] // 64,
+    "k/16": lambda s: s["k"] // 16,
     "k/8": lambda s: s["k"] // 8,
     "1": lambda s: 1,
 }
@@ -93,6 +94,20 @@ NVFP4 = (
     *_LOW_RANK,
     CANONICAL[4],  # smooth
     _BIAS,
+)
+
+PACKED_NVFP4 = (
+    TensorRule("qweight", ("n", "k/2"), torch.uint8, "codes in m16n8k64 fragment order"),
+    TensorRule("wscales", ("k/16", "n"), torch.float8_e4m3fn, "group scales in tiles of 512 bytes"),
+    TensorRule("wcscale", ("n",), torch.float32, "in fragment order"),
+    TensorRule("lora_down", ("k", "r"), torch.float16, "low-rank down in fragment order; absent at rank 0", True),
+    TensorRule("lora_up", ("n", "r"), torch.float16, "low-rank up in fragment order; absent at rank 0", True),
+    TensorRule("smooth", ("k",), torch.float32, "in fragment order; absent = 1", True),
+    TensorRule("bias", ("n",), None, "in fragment order; only where the source has one", True),
+)
+ROWS_NVFP4 = tuple(
+    TensorRule("wscales", ("k/16", "n"), rule.dtype, rule.meaning) if rule.suffix == "w_scales" else rule
+    for rule in NVFP4
 )
 
 # Sizes here are the padded ones. All 16-bit tensors of a packed file share one dtype, recorded in the header.

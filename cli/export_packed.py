@@ -8,7 +8,7 @@ from svdq.cli import options
 
 
 @click.command("export-packed")
-@click.argument("file", metavar="OUT.safetensors")
+@click.argument("file", metavar="OUT")
 @click.argument("out", metavar="PACKED.safetensors")
 @click.option("--layout", type=click.Choice(["mma", "rows"]), show_default="mma; rows where kernels read that",
               help="Fragment order (W4A4, NVFP4), or rows (all others, NVFP4).")  # fmt: skip

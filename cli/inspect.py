@@ -12,7 +12,7 @@ from svdq.cli import options
 @options.output_options
 @click.option("-v", "--verbose", is_flag=True, help="Print every tensor, or every layer that is done.")
 def command(file, json_file, quiet, verbose):
-    """Tensors, sizes, bits per weight, configuration and repairs of a quantized file; reads the header only.
+    """Tensors, sizes, bits per weight, configuration and repairs of a quantized file or directory; reads headers only.
 
     Of a directory that a running or killed job left (OUT.safetensors.work, or a calibration store): what is done.
     """
@@ -21,7 +21,7 @@ def command(file, json_file, quiet, verbose):
     from svdq import jobs, report
     from svdq.quantized import open_quantized
 
-    if Path(file).is_dir():
+    if Path(file).is_dir() and not (Path(file) / "config.json").exists():
         facts = jobs.state(file)
         text = report.job_text(facts, every_layer=verbose)
     else:

@@ -113,6 +113,10 @@ host_memory_option = click.option(
     "--max-host-memory", type=_Size(), metavar="SIZE", show_default="no limit",
     help="For activations between blocks, as in 16G; what exceeds it lies on disk, beside the output.",
 )  # fmt: skip
+max_shard_size = click.option(
+    "--max-shard-size", type=_Size(), metavar="SIZE", default="50GB", show_default=True,
+    help="Of an output directory: the largest file of weights, as in 5GB or 500MB.",
+)  # fmt: skip
 preset_option = click.option(
     "--preset",
     default="quality",
@@ -186,6 +190,18 @@ def tune_config(preset_name: str, steps: int | None, seed: int) -> TuneConfig | 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
+
+
+def shard_bytes(context: click.Context, out: str, max_shard_size: int) -> int | None:
+    """Of an output directory the largest shard; None where OUT means one file, which has none."""
+    from svdq.directory import is_directory
+
+    if max_shard_size < 1:
+        raise ConfigError(f"--max-shard-size {max_shard_size}: wanted a size such as 5GB")
+    if is_directory(out):
+        return max_shard_size
+    refuse_given(context, ("max_shard_size",), f"{out} is one file; a slash at its end makes it a directory")
+    return None
 
 
 def refuse_given(context: click.Context, names: tuple[str, ...], why: str) -> None:

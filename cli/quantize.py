@@ -1,4 +1,4 @@
-"""svdq quantize: a model directory into one checkpoint."""
+"""svdq quantize: a model directory into one checkpoint, a file or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from svdq.cli import options
 
 @click.command("quantize")
 @click.argument("model_dir")
-@click.argument("out", metavar="OUT.safetensors")
+@click.argument("out", metavar="OUT.safetensors|OUT_DIR/")
 @click.option("--calib", metavar="CALIB_DIR", help="A store of svdq calibrate.")
 @click.option("--data", metavar="SRC", help="Calibrate on this text on the way, and keep nothing.")
 @options.data_options
@@ -20,6 +20,7 @@ from svdq.cli import options
               help="Then tune as svdq tune does, on the calibration's own tokens.")  # fmt: skip
 @options.pattern_options
 @click.option("--linears-only", is_flag=True, help="Leave the unquantized tensors out of the file.")
+@options.max_shard_size
 @click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
 @click.option("--strict", is_flag=True, help="Exit 1 if anything was repaired, left in 16 bits unasked, or warned of.")
 @options.remote_code
@@ -31,9 +32,15 @@ from svdq.cli import options
 @click.pass_context
 def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation,
             act_clip, form, symmetric, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune,
-            ignore, only, linears_only, dry_run, strict, trust_remote_code, device, timeout, max_host_memory,
-            json_file, quiet, verbose):  # fmt: skip
-    """Quantize MODEL_DIR into OUT.safetensors. A killed run resumes when the same command is given again."""
+            ignore, only, linears_only, max_shard_size, dry_run, strict, trust_remote_code, device, timeout,
+            max_host_memory, json_file, quiet, verbose):  # fmt: skip
+    """Quantize MODEL_DIR into OUT.safetensors, or into OUT_DIR/ for transformers' from_pretrained.
+
+    A name with a slash at its end, or of an empty directory, becomes a Hugging Face directory: shards, config.json with
+    quantization_config, the tokenizer and the other small files. Any other name is one file.
+
+    A killed run resumes when the same command is given again.
+    """
     from pathlib import Path
 
     from svdq import pipeline, preflight, report
@@ -75,11 +82,14 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     where = resolve_device(local_device(device))
     ranks = join(where, timeout)
     console = options.Console(quiet, json_file)
+    shard_bytes = options.shard_bytes(context, out, max_shard_size)
+    if shard_bytes and linears_only:
+        raise ConfigError(f"--linears-only: {out} is to be a whole model's directory; wanted the path of a file")
     model = open_inputs(model_dir, [data] if data else [], trust_remote_code)
     the_plan = preflight.plan(model, config)
-    untuned = f"{out}.untuned" if tuning else out
+    untuned = f"{Path(out)}.untuned" if tuning else out
     for path in dict.fromkeys((out, untuned)):
-        preflight.check_run_output(path, the_plan, model)
+        preflight.check_run_output(path, the_plan, model, directory=bool(shard_bytes) and path is out)
     store = Store.open(calib) if calib else None
     if store is not None:
         store.check_model(model.files.source_fingerprint())
@@ -107,7 +117,7 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     summary = pipeline.quantize(
         model, untuned, config, store=store, data=tokens,
         calibration=None if store or alone else calibration, device=where, progress=console.progress, ranks=ranks,
-        max_host_memory=max_host_memory,
+        max_host_memory=max_host_memory, shard_bytes=None if tuning else shard_bytes,
     )  # fmt: skip
     if summary is None:
         return 0  # rank 0 does the rest
@@ -116,7 +126,7 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
         assert learned is not None
         identity = store.manifest["data"] if store else pipeline.data_identity(learned)
         try:
-            tuned = tune_file(console, model, untuned, out, learned, identity, tuning, where)
+            tuned = tune_file(console, model, untuned, out, learned, identity, tuning, where, shard_bytes)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{untuned} is whole, but not tuned; svdq tune goes on from it") from None
         summary.path, numbers["tuned"] = Path(out), tuned

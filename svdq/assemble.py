@@ -10,6 +10,7 @@ from svdq import schema
 from svdq.calibration.capture import BlockSums
 from svdq.checkpoint import Entry, SafetensorsFile, write_file
 from svdq.config import QuantConfig, to_dict
+from svdq.directory import fill
 from svdq.formats import FORMATS
 from svdq.layer import QuantizedLinear
 from svdq.models import Linear, Model
@@ -56,8 +57,11 @@ def assemble(
     layers: dict[str, dict],
     left: list[str],
     repairs: list[str],
+    shard_bytes: int | None = None,
 ) -> None:
     """The checkpoint: every finished block's tensors, the source's other tensors unchanged, the header of schema.py.
+
+    shard_bytes  of a directory's shards (see svdq.directory.fill); None: `out` is one file
 
     Nothing that differs between two runs goes in: the layers' seconds stay in the block files.
     """
@@ -99,4 +103,8 @@ def assemble(
         schema.TIES: model.ties,
         schema.MODEL_CONFIG: model.config,
     }
-    write_file(out, entries, {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()})
+    header = {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()}
+    if shard_bytes is None:
+        write_file(out, entries, header)
+    else:
+        fill(out, entries, header, model.directory, shard_bytes)

@@ -29,6 +29,7 @@ from svdq.calibration.states import Room
 from svdq.calibration.store import Store
 from svdq.checkpoint import open_file, read_json, write_json
 from svdq.config import SEARCH, WEIGHT_ONLY, CalibrationConfig, QuantConfig, first_difference, to_dict
+from svdq.directory import content_bytes, publish
 from svdq.errors import CheckpointError, ConfigError
 from svdq.formats import FORMATS
 from svdq.models import Linear, Model, compute_dtype
@@ -187,9 +188,12 @@ def quantize(
     progress: Progress = _silent,
     ranks: Ranks = ALONE,
     max_host_memory: int | None = None,
+    shard_bytes: int | None = None,
 ) -> QuantizationSummary | None:
     """Quantize a model from a calibration store, or from data directly (same bytes either way); with the objective
     'nearest' from neither.
+
+    With shard_bytes, `out` is a Hugging Face directory with shards of that size at most; without, one file.
 
     With several ranks, each quantizes blocks of its own, from a store; the bytes are those of one. Rank 0 alone writes
     the file and returns the summary; the others return None when they have done their part. max_host_memory is that
@@ -203,7 +207,7 @@ def quantize(
     activation, calibrated = _calibration_identity(model, the_plan, config, store, data, calibration)
     tokens = 0 if data is None else data.tokens
     spilled = preflight.spill_bytes(model, the_plan.linears, tokens, device, max_host_memory)
-    out, work = check_run_output(out, the_plan, model, spilled)
+    out, work = check_run_output(out, the_plan, model, spilled, directory=shard_bytes is not None)
     identity = {
         "config": to_dict(config),
         "activation": activation,
@@ -242,11 +246,11 @@ def quantize(
     if ranks.rank:
         return None
 
-    def written() -> int:
+    def blocks_there() -> int:
         return sum(block_file(b).exists() for b in range(total))
 
     if alone or store is not None:
-        ranks.wait_until(written, total, "blocks are quantized")
+        ranks.wait_until(blocks_there, total, "blocks are quantized")
     finished = [open_file(block_file(b)) for b in range(total) if block_file(b).exists()]
     layers: dict[str, dict] = {}
     never_ran: list[str] = []
@@ -261,8 +265,9 @@ def quantize(
     left = the_plan.left_16bit + never_ran
     warnings = [] if alone else token_warnings(the_plan.linears, calibrated["tokens"]) + device_warnings(device)
     # written in the work directory, so that a killed run leaves nothing beside the output
-    assemble(model, work / "output.safetensors", config, activation, calibrated, finished, layers, left, repairs)
-    (work / "output.safetensors").replace(out)
+    written = work / ("output.safetensors" if shard_bytes is None else "output")
+    assemble(model, written, config, activation, calibrated, finished, layers, left, repairs, shard_bytes)
+    publish(written, out)
     for file in finished:  # run.json goes last: what is left of a killed clean-up is still a work directory
         file.path.unlink()
     shutil.rmtree(work)
@@ -274,7 +279,7 @@ def quantize(
         repairs=repairs,
         warnings=warnings,
         source_bytes=source_bytes,
-        output_bytes=out.stat().st_size,
+        output_bytes=content_bytes(out),
         resumed_blocks=len(there),
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(device),

@@ -172,14 +172,20 @@ def _quantized_bytes(linear: Linear, config: QuantConfig) -> int:
     return FORMATS[layer.format].stored_bytes(linear.n, linear.k, layer)
 
 
-def check_output(path: str | Path, needed_bytes: int, sources: Sequence[Path] = ()) -> Path:
+def check_output(path: str | Path, needed_bytes: int, sources: Sequence[Path] = (), *, directory: bool = False) -> Path:
     """The output can be written: its parent exists and is writable, it is no directory, the disk has room.
 
-    sources  files that the run reads; the output must not be one of them
+    sources    files that the run reads; the output must not be one of them
+    directory  it will be a directory; an empty one may be there
     """
     path = Path(path)
     parent = path.parent if str(path.parent) else Path()
-    if path.is_dir():
+    if directory:
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path}: a file; wanted a new directory, or a name without a slash at its end")
+        if path.is_dir() and (any(path.iterdir()) or path.name in ("", "..")):
+            raise CheckpointError(f"{path}: a directory that is not empty; wanted a new one or the path of a file")
+    elif path.is_dir():
         raise CheckpointError(f"{path}: a directory; wanted the path of a file to write")
     if path.exists() and any(path.samefile(source) for source in sources):
         raise CheckpointError(f"{path}: is what this run reads; wanted another path for its output")
@@ -196,16 +202,19 @@ def check_output(path: str | Path, needed_bytes: int, sources: Sequence[Path] = 
     return path
 
 
-def check_run_output(out: str | Path, the_plan: Plan, model: Model, spilled: int = 0) -> tuple[Path, Path]:
+def check_run_output(
+    out: str | Path, the_plan: Plan, model: Model, spilled: int = 0, *, directory: bool = False
+) -> tuple[Path, Path]:
     """(output path, work directory) of a quantize run, after checking that both fit; see `check_output`.
 
     spilled  bytes of hidden states that will lie in the work directory meanwhile
     """
-    work = Path(f"{out}.work")
+    work = Path(f"{Path(out)}.work")
     there = sum(file.stat().st_size for file in work.iterdir()) if work.is_dir() else 0
     # by the time that the output is written, the hidden states are gone
     needed = max(the_plan.output_bytes, spilled) + max(the_plan.work_bytes - there, 0)
-    return check_output(out, needed, [file.path for file in model.files.files.values()]), work
+    read = [file.path for file in model.files.files.values()]
+    return check_output(out, needed, read, directory=directory), work
 
 
 def check_store(directory: str | Path, linears: list[Linear]) -> None:

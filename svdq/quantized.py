@@ -17,6 +17,7 @@ from torch import Tensor
 from svdq import export_formats, schema
 from svdq.checkpoint import SafetensorsFile, open_file
 from svdq.config import ROTATIONS, LayerConfig
+from svdq.directory import open_shards
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import DTYPES, PackedSizes, unpack_layers
 from svdq.formats import FORMATS
@@ -178,11 +179,14 @@ class QuantizedFile:
             raise CheckpointError(f"{self.file.path}: holds no quantized linear '{name}'")
         if name in self._packed:
             return self._unpacked(name)
-        tensors = {
-            rule.suffix: self.file.read(f"{name}.{rule.suffix}")
-            for rule in self._rules
-            if f"{name}.{rule.suffix}" in self.file.tensors
-        }
+        return self.layer_of(name, {suffix: self.file.read(f"{name}.{suffix}") for suffix in self.suffixes(name)})
+
+    def suffixes(self, name: str) -> list[str]:
+        """Which tensors the file holds of a linear that is not packed with others."""
+        return [rule.suffix for rule in self._rules if f"{name}.{rule.suffix}" in self.file.tensors]
+
+    def layer_of(self, name: str, tensors: dict[str, Tensor]) -> Layer:
+        """The linear that these tensors are, by the suffixes of the file."""
         if self.kind == "packed":
             tensors = export_formats.unpack(self.format.name, self._order, tensors, *self.layers[name][:3])
         clip = float(tensors["act_clip"]) if "act_clip" in tensors else 1.0
@@ -223,5 +227,8 @@ def _entry(config: dict[str, Any], *path: str) -> Any:
 
 
 def open_quantized(path: str | Path, activations: str = "int4") -> QuantizedFile:
-    """activations: 'int4', or 'fp8' for layers with W4A8's 8-bit ones. Raises ConfigError for another name."""
-    return QuantizedFile(open_file(path), activations)
+    """A file of svdq quantize, or a directory of it.
+
+    activations: 'int4', or 'fp8' for layers with W4A8's 8-bit ones. Raises ConfigError for another name.
+    """
+    return QuantizedFile(open_shards(path) if Path(path).is_dir() else open_file(path), activations)

@@ -28,6 +28,7 @@ from torch.nn import functional
 from svdq.calibration.data import TokenData, batches
 from svdq.checkpoint import Entry, write_file
 from svdq.config import TuneConfig, to_dict
+from svdq.directory import write_directory
 from svdq.errors import ConfigError, DataError, NumericsError
 from svdq.grid import SMALLEST_SCALE
 from svdq.models import Model, materialize, release
@@ -114,8 +115,12 @@ def write_tuned(
     config: TuneConfig,
     data: dict,
     report: TuneReport,
+    as_directory: tuple[Path, int] | None = None,
 ) -> None:
-    """The same checkpoint with these layers' scales and factors; the header says what was done."""
+    """The same checkpoint with these layers' scales and factors; the header says what was done.
+
+    as_directory  the model directory and the bytes of a shard, for an output that is a directory
+    """
     changed: dict[str, Tensor] = {}
     for name, layer in layers.items():
         changed |= {f"{name}.w_scales": layer.scales, f"{name}.proj_up": layer.proj_up}
@@ -126,7 +131,11 @@ def write_tuned(
         entries.append(Entry(name, info.dtype, info.shape, read))
     done = {"config": to_dict(config), "data": data, "before": report.before, "after": report.after}
     done["kept"] = report.kept
-    write_file(out, entries, {**quantized.file.metadata, TUNED: json.dumps(done, sort_keys=True)})
+    metadata = {**quantized.file.metadata, TUNED: json.dumps(done, sort_keys=True)}
+    if as_directory is None:
+        write_file(out, entries, metadata)
+    else:
+        write_directory(out, entries, metadata, *as_directory)
 
 
 def _schedule(step: int, steps: int) -> float:

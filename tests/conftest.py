@@ -190,6 +190,32 @@ def quantized(toy, calibration_ids, read_ids, tmp_path_factory):
     return build
 
 
+@pytest.fixture(scope="session")
+def as_directory(quantized, tmp_path_factory):
+    """as_directory(kind, size=100_000, **options of quantized) → (model directory, file, the same as a directory)."""
+    from functools import partial
+
+    from svdq.checkpoint import Entry, open_file
+    from svdq.directory import write_directory
+
+    built = {}
+
+    def build(kind, size=100_000, **options):
+        key = json.dumps([kind, size, options], sort_keys=True)
+        if key not in built:
+            source, path = quantized(kind, **options)
+            file = open_file(path)
+            entries = [
+                Entry(name, info.dtype, info.shape, partial(file.chunks, name)) for name, info in file.tensors.items()
+            ]
+            out = tmp_path_factory.mktemp(kind) / "quantized"
+            write_directory(out, entries, file.metadata, source, size)
+            built[key] = (source, path, out)
+        return built[key]
+
+    return build
+
+
 @pytest.fixture
 def svdq(capsys):
     """svdq(*arguments) → the command run in this process: code, out, err."""

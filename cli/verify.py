@@ -8,7 +8,7 @@ from svdq.cli import options
 
 
 @click.command("verify")
-@click.argument("file", metavar="OUT.safetensors")
+@click.argument("file", metavar="OUT")
 @click.option("--model", "model_dir", required=True, metavar="MODEL_DIR", help="The original model.")
 @click.option("--data", multiple=True, metavar="SRC", help="Held-out text; may be given several times.")
 @click.option("--calib", metavar="CALIB_DIR", help="A store: errors on its sums as well.")
@@ -18,6 +18,12 @@ from svdq.cli import options
     metavar="KNOB=VALUE,…",
     help="What another rank, group_size, rounds, sweeps or damping would give on the sums of --calib. Writes nothing; "
     "may be given several times.",
+)
+@click.option(
+    "--tasks",
+    metavar="FILE",
+    help="Also lm-eval's tasks on both models: a JSON or YAML list of task names, or an object of tasks and options. "
+    "Needs pip install 'svdq[tasks]'.",
 )
 @click.option("--samples", type=int, default=16, show_default=True, help="Sequences to read of each text.")
 @click.option("--seq-len", type=int, default=512, show_default=True, help="Tokens in a sequence.")
@@ -45,9 +51,9 @@ from svdq.cli import options
 @options.device_option
 @options.output_options
 @options.verbose_option
-def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens, seed, max_error, max_kernel_error,
-            max_perplexity_ratio, kernels, activations, page_file, trust_remote_code, device, json_file,
-            quiet, verbose):  # fmt: skip
+def command(file, model_dir, data, calib, what_if, tasks, samples, seq_len, min_tokens, seed, max_error,
+            max_kernel_error, max_perplexity_ratio, kernels, activations, page_file, trust_remote_code, device,
+            json_file, quiet, verbose):  # fmt: skip
     """Check structure, layers and perplexity of a canonical or packed file. Exit 1 if a check fails."""
     from svdq import report, store_checks, verify
     from svdq.calibration.store import Store
@@ -57,6 +63,7 @@ def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens,
     from svdq.layer_checks import require_kernels
     from svdq.models import resolve_device
     from svdq.quantized import open_quantized
+    from svdq.tasks import prepare_tasks, run_tasks, scores_text
 
     changes = store_checks.parse_changes(what_if, calib)
     console = options.Console(quiet, json_file)
@@ -66,6 +73,7 @@ def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens,
     verify.check_activations(activations, bool(calib), kernels)
     quantized = open_quantized(file, activations)
     model = open_inputs(model_dir, list(data), trust_remote_code)
+    wanted = prepare_tasks(tasks, model) if tasks else None
     store = Store.open(calib) if calib else None
     if data:
         note_if_shortened(console, model, seq_len)
@@ -94,7 +102,15 @@ def command(file, model_dir, data, calib, what_if, samples, seq_len, min_tokens,
     console.say(report.verification_text(result, most=10**9 if verbose else 15))
     for answer in result.what_if:
         console.say(report.what_if_text(answer, most=10**9 if verbose else 10))
-    options.write_report(json_file, result.to_dict())
+    numbers = result.to_dict()
+    if wanted:
+        scores = run_tasks(
+            model, quantized, wanted, device=where, kernels=kernels, trust_remote_code=trust_remote_code,
+            progress=console.progress,
+        )  # fmt: skip
+        console.say(scores_text(scores))
+        numbers["tasks"] = [vars(score) for score in scores]
+    options.write_report(json_file, numbers)
     if page_file:
         options.write_page(page_file, verification_page(result, details, model, quantized))
         console.say(f"report: {page_file}")

@@ -2,13 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+from svdq import hook
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from svdq.hf import SvdqConfig
     from svdq.linear import W4A4Linear, load_quantized
     from svdq.packed import PackedRunner
 
-__all__ = ["PackedRunner", "W4A4Linear", "__version__", "load_quantized"]
+__all__ = ["PackedRunner", "SvdqConfig", "W4A4Linear", "__version__", "load_quantized"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +24,11 @@ def __getattr__(name: str) -> Any:
         from svdq.packed import PackedRunner
 
         return PackedRunner
+    if name == "SvdqConfig":
+        from svdq.hf import SvdqConfig
+
+        return SvdqConfig
     raise AttributeError(f"module 'svdq' has no attribute {name!r}")
+
+
+hook.install()

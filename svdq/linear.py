@@ -186,7 +186,9 @@ def linear_of(layer: Layer, kernels: str = "auto", activations: str = "int4") ->
     return stored_linear(layer, kernels)
 
 
-def _path(form: str, device: torch.device, dtype: torch.dtype, kernels: str, activations: str) -> str:
+def path_in_words(
+    device: torch.device, dtype: torch.dtype, kernels: str, activations: str, form: str = "w4a4"
+) -> str:
     """How linears are computed there, in words."""
     if form != "w4a4":
         plain = device.type != "cuda" or kernels == "reference" or dtype not in ops.SCALAR
@@ -289,5 +291,6 @@ def load_quantized(
         generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
         tree.generation_config = generation  # type: ignore[assignment]
     tree.config.use_cache = True  # type: ignore[union-attr]
-    tree.svdq_path = _path(quantized.format.name, device, dtype, kernels, activations)  # type: ignore[assignment]
+    form = quantized.format.name
+    tree.svdq_path = path_in_words(device, dtype, kernels, activations, form)  # type: ignore[assignment]
     return tree.eval()

@@ -211,17 +211,17 @@ def _match_tensors(
     ties: dict[str, str] = {}
     missing: list[str] = []
     for group in aliases.values():
-        found = next((key for name in group if (key := _stored_name(name, prefix, names)) is not None), None)
+        found = next((key for name in group if (key := stored_name(name, prefix, names)) is not None), None)
         if found is None:
             missing.append(group[0])
             continue
         for name in group:
             keys[name] = found
-            spelled = _stored_name(name, prefix, names) or name
+            spelled = stored_name(name, prefix, names) or name
             if spelled != found:
                 ties[spelled] = found
     for name, _ in tree.named_buffers():
-        if (key := _stored_name(name, prefix, names)) is not None:
+        if (key := stored_name(name, prefix, names)) is not None:
             keys[name] = key
     if missing:
         raise CheckpointError(_missing_message(directory, config, tree, missing))
@@ -247,7 +247,7 @@ def _check_ties(directory: Path, ties: dict[str, str], files: ModelFiles) -> Non
             )
 
 
-def _stored_name(name: str, prefix: str, names: Container[str]) -> str | None:
+def stored_name(name: str, prefix: str, names: Container[str]) -> str | None:
     """How the files spell a parameter: as the model does, with or without the base prefix, or in BERT's old way."""
     candidates = [name]
     if prefix:
@@ -271,7 +271,7 @@ def _missing_message(directory: Path, config: dict, tree: nn.Module, missing: li
     return f"{directory}: {len(missing)} tensors of {type(tree).__name__} are not in the files: {shown}"
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(module, (nn.Linear, Conv1D))
@@ -290,7 +290,7 @@ def _find_blocks(tree: nn.Module) -> list[str]:
     def walk(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             where = f"{path}.{name}" if path else name
-            if isinstance(child, nn.ModuleList) and any(_is_linear(m) for m in child.modules()):
+            if isinstance(child, nn.ModuleList) and any(is_linear(m) for m in child.modules()):
                 lists.append([f"{where}.{i}" for i in range(len(child))])
             else:
                 walk(child, where)
@@ -310,7 +310,7 @@ def _find_linears(tree: nn.Module, blocks: list[str], keys: dict[str, str]) -> l
     seen: set[int] = set()
     for index, block in enumerate(blocks):
         for path, module in tree.get_submodule(block).named_modules():
-            if not _is_linear(module) or id(module) in seen:
+            if not is_linear(module) or id(module) in seen:
                 continue
             seen.add(id(module))
             full = f"{block}.{path}"

@@ -28,7 +28,7 @@ from svdq.export import packed_sizes
 from svdq.grid import pack_nibbles
 from svdq.kernels import hopper, layout
 from svdq.kernels.launch import require
-from svdq.linear import W4A4Linear, check_path, path_in_words
+from svdq.linear import W4A4Linear, check_path, linear_of, path_in_words
 from svdq.models import is_linear, linear_sizes, stored_name
 from svdq.quantized import Layer, QuantizedFile
 
@@ -122,8 +122,6 @@ class SvdqQuantizer(HfQuantizer):
         quantized = QuantizedFile(join_files(checkpoint_files), self.quantization_config.activations)
         if quantized.kind != "canonical":
             raise CheckpointError(f"{quantized.file.path}: packed; wanted the directory of svdq quantize")
-        if quantized.format.name != "w4a4":
-            raise CheckpointError(f"{quantized.file.path}: {quantized.format.name}; from_pretrained runs w4a4 alone")
         self._quantized: QuantizedFile | None = quantized
         self._metadata = dict(quantized.file.metadata)
         self._places = _places(model, quantized)
@@ -149,7 +147,8 @@ class SvdqQuantizer(HfQuantizer):
                     hopper.require(device)
             devices.add(device)
             layer = quantized.layer_of(name, tensors)
-            linear = LoadedLinear(layer, list(tensors), config.kernels, config.activations)
+            how = config.kernels, config.activations
+            linear = LoadedLinear(layer, list(tensors), *how) if layer.format == "w4a4" else linear_of(layer, *how)
             model.set_submodule(path, linear)
             if hasattr(module, "_hf_hook"):  # accelerate's, which moves the input to this linear's device
                 from accelerate.hooks import add_hook_to_module
@@ -158,7 +157,7 @@ class SvdqQuantizer(HfQuantizer):
         self._quantized = None
         model.requires_grad_(False)  # the operators have no gradient
         model.svdq_path = "; ".join(
-            path_in_words(device, model.dtype, config.kernels, config.activations)
+            path_in_words(device, model.dtype, config.kernels, config.activations, quantized.format.name)
             for device in sorted(devices, key=str)
         )
         return model

@@ -181,6 +181,14 @@ def fp4_expand_kernel(weights: bool) -> Kernel:
     return Kernel("fp4_expand", (("ROWS", 16 if weights else 8),))
 
 
+def nf4_dequantize_kernel(out: str) -> Kernel:
+    return Kernel("nf4_dequantize", (("OUT", out),))
+
+
+def nf4_gemv_kernel(scalar: str) -> Kernel:
+    return Kernel("nf4_gemv", (("SCALAR", scalar),))
+
+
 def all_kernels(arch: str) -> list[Kernel]:
     """Every kernel that linears of the listed ranks can ask for on this architecture; other ranks compile alike."""
     outs = (*SCALARS, "f32")
@@ -197,6 +205,8 @@ def all_kernels(arch: str) -> list[Kernel]:
         *(quantize_kernel(scalar, rank, 2, 3) for scalar in SCALARS for rank in FP4_RANKS),
         Kernel("fp4_small_m"),
         *([Kernel("fp4_gemm_lora")] if arch == FP4_CORES else _fp4_products()),
+        *(nf4_dequantize_kernel(out) for out in outs),
+        *(nf4_gemv_kernel(scalar) for scalar in SCALARS),
     ]
 
 

@@ -75,15 +75,15 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
     for (int i = 0; i < 4; i++) picked |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return picked;
 }
-inline float __shfl_xor_sync(uint32_t, float value, int mask) {
+inline float __shfl_sync(uint32_t, float value, int from) {
     Lanes& all = lanes();
-    const int lane = threadIdx.x % 32;
-    all.word[lane][0] = __float_as_uint(value);
+    all.word[threadIdx.x % 32][0] = __float_as_uint(value);
     __syncwarp();
-    const float other = __uint_as_float(all.word[lane ^ mask][0]);
+    const float other = __uint_as_float(all.word[from][0]);
     __syncwarp();
     return other;
 }
+inline float __shfl_xor_sync(uint32_t all, float value, int mask) { return __shfl_sync(all, value, threadIdx.x % 32 ^ mask); }
 
 // ---- functions of common.cuh
 

@@ -11,11 +11,11 @@ scales' codes, their mean added, the weights; "scales ready" is its last launch 
 import bitsandbytes
 import torch
 from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quantize_4bit
-from kernels import CACHE_BYTES, CUDA, ceilings, graph_of, medians
 
+from kernels import CACHE_BYTES, CUDA, ceilings, graph_of, medians
 from svdq import nf4
 from svdq.kernels import launch
-from svdq.kernels import nf4 as operators  # noqa: F401  defines the operators
+from svdq.kernels.nf4 import nf4_dequantize, nf4_linear
 
 DEQUANTIZED = [(4096, 4096), (1024, 3072), (4096, 14336), (8192, 8192), (16384, 16384)]
 LINEAR = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192)]
@@ -40,13 +40,13 @@ def check(n, k):
     equal = {}
     for dtype in TYPES:
         theirs[1].dtype = dtype
-        found = torch.ops.svdq.nf4_dequantize(*operands, n, k, dtype)
+        found = nf4_dequantize(*operands, n, k, dtype)
         equal[dtype] = (found == dequantize_4bit(*theirs)).double().mean().item()
-    weight = torch.ops.svdq.nf4_dequantize(*operands, n, k, torch.float32).double()
+    weight = nf4_dequantize(*operands, n, k, torch.float32).double()
     x = torch.randn(1, k, device=CUDA).to(torch.bfloat16)
     theirs[1].dtype = torch.bfloat16
     wanted = x.double() @ weight.t()
-    results = torch.ops.svdq.nf4_linear(x, *operands, n, None), bitsandbytes.matmul_4bit(x, theirs[0], theirs[1])
+    results = nf4_linear(x, *operands, n, None), bitsandbytes.matmul_4bit(x, theirs[0], theirs[1])
     return equal, [((y - wanted).norm() / wanted.norm()).item() for y in results]
 
 
@@ -71,7 +71,7 @@ def time_dequantization(n, k):
         ready.append(scales)
     alone = torch.ops.bitsandbytes.dequantize_4bit.default
     candidates = {
-        "svdq": lambda i: torch.ops.svdq.nf4_dequantize(*made[i][1], n, k, torch.bfloat16),
+        "svdq": lambda i: nf4_dequantize(*made[i][1], n, k, torch.bfloat16),
         "bitsandbytes": lambda i: dequantize_4bit(*made[i][0]),
         "scales ready": lambda i: alone(made[i][0][0], ready[i], 64, "nf4", (n, k), torch.bfloat16),
     }
@@ -82,7 +82,7 @@ def time_linear(m, n, k):
     made = [weights_of(n, k, seed) for seed in range(sets_for(n * k * 0.5 + 2 * m * (n + k)))]
     inputs = [torch.randn(m, k, device=CUDA).to(torch.bfloat16) for _ in made]
     candidates = {
-        "svdq": lambda i: torch.ops.svdq.nf4_linear(inputs[i], *made[i][1], n, None),
+        "svdq": lambda i: nf4_linear(inputs[i], *made[i][1], n, None),
         "bitsandbytes": lambda i: bitsandbytes.matmul_4bit(inputs[i], *made[i][0]),
     }
     return timed(candidates, len(made))

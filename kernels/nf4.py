@@ -4,9 +4,9 @@
     nf4_linear(x, packed, absmax, quant_map, nested_absmax, nested_quant_map, offset, n, bias) -> y (m, n) of x's type
 
 Both are torch operators, torch.ops.svdq.*. The dequantized weight is bitsandbytes' own, bit for bit: float32 products
-rounded once. nf4_linear of up to FEW_ROWS rows in 16 bits, k a multiple of 64, looks the codes up on the way and sums in
-float32, with no rounding of the weight; else it dequantizes to x's type and takes torch's product. float32 inputs do so
-always. On a CPU both run plain torch.
+rounded once. nf4_linear of up to FEW_ROWS rows in 16 bits, k a multiple of 64, is one launch that looks codes up on the
+way and sums in float32; its levels are rounded to float16 (see nf4_gemv.cu), which costs less than rounding y does.
+Else, and for float32 inputs, it dequantizes to x's type and takes torch's product. On a CPU both run plain torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from svdq.kernels import compile as kernels
 from svdq.kernels import ops
 from svdq.kernels.launch import launch
 
-FEW_ROWS = 8
+FEW_ROWS = 8  # each is a product of its own
 BLOCK_WEIGHTS = nf4.BLOCK * nf4.NESTED_BLOCK  # of one block of threads of the dequantization
 WARPS, ROWS, STEP, KEPT = 32, 4, 16, 16  # of nf4_gemv.cu; STEP in scales' blocks
 SHARED_BYTES = 256 * 256 + 256 * 4 + KEPT * WARPS * ROWS * 4  # both tables, the sums
@@ -158,9 +158,8 @@ def _linear_fake(x, packed, absmax, quant_map, nested_absmax, nested_quant_map, 
     return x.new_empty((x.shape[0], n))
 
 
-_WEIGHT = (
-    "Tensor packed, Tensor absmax, Tensor quant_map, Tensor nested_absmax, Tensor nested_quant_map, float offset, SymInt n"
-)
+_MAPS = "Tensor quant_map, Tensor nested_absmax, Tensor nested_quant_map"
+_WEIGHT = f"Tensor packed, Tensor absmax, {_MAPS}, float offset, SymInt n"
 ops.register(
     f"nf4_dequantize({_WEIGHT}, SymInt k, ScalarType dtype) -> Tensor",
     nf4_dequantize,

@@ -52,9 +52,9 @@ class State:
 
 @cache
 def levels() -> Tensor:
-    """float32 (16,) rising: quantiles of the normal distribution at equal steps, eight above 0 and seven below.
+    """float32 (16,) rising: quantiles of the normal distribution at equal steps, eight above 0, seven below.
 
-    The quantiles are float32 numbers first, which decides the last bits. Source: Dettmers et al. 2023, arXiv:2305.14314.
+    The quantiles are float32 numbers first, which decides the last bits. Source: Dettmers et al., arXiv:2305.14314.
     """
     above, below = (torch.linspace(_OUTERMOST, 0.5, count)[:-1].tolist() for count in (9, 8))
     quantiles = [-NormalDist().inv_cdf(p) for p in below] + [0.0] + [NormalDist().inv_cdf(p) for p in reversed(above)]
@@ -64,9 +64,9 @@ def levels() -> Tensor:
 
 @cache
 def scale_map() -> Tensor:
-    """float32 (256,) rising, the signed dynamic map: 2^i values in each decade 10^(i−7) … 10^(i−6), i = 0 … 6, and 0, 1.
+    """float32 (256,) rising, the signed dynamic map: 2^i values between 10^(i−7) and 10^(i−6), i = 0 … 6, and 0, 1.
 
-    Source: Dettmers et al. 2022, arXiv:2110.02861.
+    Source: Dettmers et al., arXiv:2110.02861.
     """
     magnitudes = []
     for i in range(7):
@@ -129,7 +129,7 @@ def encode(weight: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor
 
 
 def decode(
-    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype = torch.float32, name: str = "weight"
+    tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype = torch.float32, name: str = "linear"
 ) -> Tensor:
     """weight_hat (n, k), rounded once to dtype. Raises CheckpointError like `check`."""
     state = check(tensors, n, k, name)
@@ -158,7 +158,7 @@ def dequantize(
     return values.flatten()[: n * k].to(dtype).view(n, k)
 
 
-def check(tensors: Mapping[str, Tensor], n: int, k: int, name: str = "weight") -> State:
+def check(tensors: Mapping[str, Tensor], n: int, k: int, name: str = "linear") -> State:
     """The state of a linear of n outputs and k inputs, all of whose tensors are there and fit. Trusts nothing.
 
     Raises  CheckpointError that names the first tensor that does not

@@ -19,7 +19,7 @@ def normal(*shape, seed=0):
 
 
 def encoded(n, k):
-    tensors = nf4.encode(normal(n, k) * 10 ** normal(n, 1, seed=1))
+    tensors = nf4.encode(normal(n, k) * 2 ** normal(n, 1, seed=1))
     offset = nf4.check(tensors, n, k).offset
     return [tensors[suffix] for suffix in list(tensors)[:5]] + [offset]
 

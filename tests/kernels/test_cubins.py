@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import hopper, nvfp4, ops, quantizer, weight_only
+from svdq.kernels import hopper, nf4, nvfp4, ops, quantizer, weight_only
 from svdq.kernels.compile import ARCHITECTURES, FP4_CORES, HOPPER, all_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="no CUDA compiler there")
@@ -114,15 +114,18 @@ def launches():
         return empty(n, k // 2, dtype=torch.int8), empty(k // 64, n).half(), empty(n, rank).half(), None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ops, hopper, nvfp4, quantizer, weight_only):
+        for module in (ops, hopper, nf4, nvfp4, quantizer, weight_only):
             patch.setattr(module, "launch", recorder(module))
         patch.setattr(hopper, "require", lambda device: None)
         patch.setattr(nvfp4, "_product", lambda x, weights: empty(len(x), len(weights)))
-        patch.setattr(hopper, "_processors", lambda index: 132)
+        for module in (hopper, nf4):
+            patch.setattr(module, "_processors", lambda index: 132)
         columns, group, rows = empty(64, 4096), empty(64), empty(4096)
         quantizer.walk(
             columns, empty(64, 64), group, group, group, 2.0**-24, -7, 7, columns.char(), rows, columns, rows
         )
+        maps, blocks = (empty(16), empty(3), empty(256)), 100 * 384 // 64
+        of_nf4 = empty(blocks * 32, 1, dtype=torch.uint8), empty(blocks, dtype=torch.uint8), *maps, 0.1, 100
         for dtype in ops.SCALAR:
             for m, k in ((1, 128), (16, 8192), (17, 8192), (4096, 8192)):
                 x = empty(m, k, dtype=dtype)
@@ -139,10 +142,12 @@ def launches():
                     words, scales = empty(96, 32, dtype=torch.int32), empty(96, 256 // group).half()
                     weight_only.w4a16_linear(x, words, scales, None, group, None, None, None)
                 weight_only.w8a16_linear(x, codes, empty(96, 1).half(), None, None, None)
+            nf4.nf4_linear(empty(3, 384, dtype=dtype), *of_nf4, None)
             for d in kernels.HEAD_DIMS:
                 q, k, norm, table = (empty(*shape, dtype=dtype) for shape in ((5, 2, d), (5, 1, d), (d,), (5, d)))
                 ops.qknorm_rope(q, k, norm, norm, table, table, 1e-6)
         for dtype in ops.OUT:
+            nf4.nf4_dequantize(*of_nf4, 384, dtype)
             for m in (1, 16, 17):
                 for n in (128, 4096, 16384):
                     for rank in (*kernels.RANKS, 384, 512, 640):  # and of linears fused into one
@@ -192,7 +197,7 @@ def test_the_listed_kernels_are_those_that_the_operators_launch(launches, arch):
 
 def test_hopper_has_kernels_that_no_other_operator_launches(launches):
     modules = {one.module for found in launches.values() for one in found}
-    assert modules == {one.__name__ for one in (ops, hopper, nvfp4, quantizer, weight_only)}
+    assert modules == {one.__name__ for one in (ops, hopper, nf4, nvfp4, quantizer, weight_only)}
     names = {kernel.name for kernel in set(all_kernels(HOPPER)) - set(all_kernels("sm_100a"))}
     assert names == {"quantize_lora_down", "expand_codes", "w4_wgmma_lora"}
 
@@ -233,10 +238,14 @@ def test_no_kernel_declares_more_shared_memory_than_it_gets_without_asking(compi
 def test_a_block_that_asks_for_shared_memory_fits_its_gpus(compiled, launches):
     """227 KiB on Hopper, 99 on sm_86, sm_89, sm_120: declared and asked for; and a kernel asks the same every time."""
     asking = {kernel: {one.shared_bytes for one in found} for kernel, found in launches.items()}
-    assert {kernel.name for kernel, asked in asking.items() if asked != {0}} == {"w4_wgmma_lora", "weight_only"}
+    assert {kernel.name for kernel, asked in asking.items() if asked != {0}} == {
+        "w4_wgmma_lora",
+        "weight_only",
+        "nf4_gemv",
+    }
     for (kernel, arch), result in compiled.items():
         (asked,) = asking[kernel]
-        most = 101376 if kernel.name == "weight_only" else 232448 if arch == HOPPER else 0
+        most = 101376 if kernel.name in ("weight_only", "nf4_gemv") else 232448 if arch == HOPPER else 0
         assert not asked or asked + result.resources.shared_bytes <= most, kernel
 
 
@@ -354,6 +363,16 @@ def test_4_bit_floating_point_of_few_tokens_is_multiplied_as_float16(disassemble
     assert products_of(disassembled, "fp4_small_m", arch) == {"HMMA.16816.F32"}
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_nf4_is_read_and_written_by_16_bytes_and_looked_up_in_shared_memory(disassembled, arch):
+    codes = {k.name: c.instructions for (k, target), c in disassembled.items() if target == arch}
+    for name in ("nf4_dequantize", "nf4_gemv"):
+        assert [i for i in codes[name] if re.match(r"LDG\.E\.(NA\.)?128\.CONSTANT", i)], name
+        assert "BRX" not in codes[name], name  # a jump by the code
+        assert codes[name].count("LDS") >= 64, name
+    assert codes["nf4_dequantize"].count("STG.E.128") == 8
+
+
 WAIT = "ACQBULK"  # griddepcontrol.wait
 
 
@@ -367,6 +386,8 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
         "inv_rms": {"LDG.E.128"},
         "weight_only": {"LDG.E.128"},
         "expand_weight": {"STG.E.128"},  # what may still be read by the product before
+        "nf4_dequantize": {"STG.E.128"},  # what the kernel before may still read
+        "nf4_gemv": {"LDG.E.128"},
     }
     if arch == HOPPER:  # what may still be read by the kernel before; all operands
         activations |= {"expand_codes": {"STG.E"}, "w4_wgmma_lora": {"UBLKCP.S.G"}}
@@ -384,7 +405,10 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
         if kernel.name != "expand_codes":  # the assembler may move its one read behind the wait
             constants = dict(kernel.constants)  # (of weight_only the copies of codes are not counted here)
             reads_scales = kernel.name == "weight_only" and constants["BITS"] == 4
-            few = kernel.name in ("w4a4_small_m", "fp4_small_m") or constants.get("HALVES") == 1
+            few = (
+                kernel.name in ("w4a4_small_m", "fp4_small_m", "nf4_dequantize", "nf4_gemv")
+                or constants.get("HALVES") == 1
+            )
             reads_weights = few or reads_scales
             assert bool(weights) == reads_weights, f"{kernel}: {set(before)}"
         assert activations[kernel.name] <= set(after), f"{kernel}: {set(after)}"

@@ -10,6 +10,7 @@ from svdq.kernels import nf4 as operators
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 LIFT = 1.3662109375
+NAMES = ("packed", "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 by_host = pytest.mark.skipif(emulate.COMPILER is None, reason="no C++ compiler")
 
 
@@ -44,13 +45,13 @@ def emulator(tmp_path_factory):
 @pytest.fixture
 def emulated(monkeypatch, emulator):
     monkeypatch.setattr(operators, "launch", emulator.launch)
-    monkeypatch.setattr(operators, "_processors", lambda index: 3)
+    monkeypatch.setattr(operators, "_processors", lambda index: 1)
 
 
 @by_host
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-@pytest.mark.parametrize(("n", "k"), [(128, 128), (96, 192), (1, 1), (7, 31), (259, 130)])
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (7, 31), (259, 130)])
 def test_the_dequantization_is_the_loops_in_every_type(n, k, dtype):
     """Whole blocks of threads, ends of all kinds, an odd number of weights."""
     operands = encoded(n, k)
@@ -60,10 +61,14 @@ def test_the_dequantization_is_the_loops_in_every_type(n, k, dtype):
 
 @by_host
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 192), (2, 5, 1088), (8, 50, 2048), (3, 4, 4160)])
+@pytest.mark.parametrize(("m", "n", "k", "dtype"), [
+    (3, 50, 2112, F16),
+    (1, 6, 4096, F16),
+    (1, 2200, 64, BF16),
+    (2, 3, 33856, BF16),
+])  # fmt: skip
 def test_the_product_of_few_rows_is_the_sum_over_all_columns(m, n, k, dtype):
-    """Of one, two and four warps an output, steps that are not full, outputs that do not fill a block."""
+    """Teams of 1 to 32 warps, more tiles than sums are kept of, more steps than warps, steps that are not full."""
     operands, bias, x = encoded(n, k), normal(n, seed=2), normal(m, k, seed=3).to(dtype)
     y = operators.nf4_linear(x, *operands, n, bias)
     operands[2] = (operands[2] * LIFT).half().double() / LIFT  # as the kernel's table has the levels
@@ -72,3 +77,87 @@ def test_the_product_of_few_rows_is_the_sum_over_all_columns(m, n, k, dtype):
     unit = 2.0 ** (-11 if dtype == F16 else -8)
     size = x.double().abs() @ weight.abs().T
     assert ((y.double() - wanted).abs() <= unit * wanted.abs() + 2.0**-20 * size).all()
+
+
+# ---- the operators
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_an_operator_is_declared_as_it_behaves(dtype):
+    operands = encoded(6, 64)
+    torch.library.opcheck(torch.ops.svdq.nf4_dequantize.default, (*operands, 6, 64, dtype))
+    for bias in (None, normal(6).to(dtype)):
+        torch.library.opcheck(torch.ops.svdq.nf4_linear.default, (normal(2, 64).to(dtype), *operands, 6, bias))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_the_reference_rounds_once(dtype):
+    operands, x, bias = encoded(33, 70), normal(5, 70, seed=3).to(dtype), normal(33, seed=4).to(dtype)
+    wanted = x.float() @ float64_weight(operands, 33, 70).T + bias.float()
+    found = torch.ops.svdq.nf4_linear(x, *operands, 33, bias)
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=2e-6 if dtype == F32 else 2**-7, atol=1e-4)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would have been launched on a GPU."""
+    found = []
+    monkeypatch.setattr(operators, "launch", lambda kernel, *arguments, **options: found.append((kernel, arguments)))
+    monkeypatch.setattr(operators, "_processors", lambda index: 132)
+    return found
+
+
+@pytest.mark.parametrize(("m", "k", "dtype", "name"), [
+    (1, 128, F16, "nf4_gemv"),
+    (operators.FEW_ROWS, 128, BF16, "nf4_gemv"),
+    (operators.FEW_ROWS + 1, 128, BF16, "nf4_dequantize"),
+    (1, 96, BF16, "nf4_dequantize"),
+    (1, 128, F32, "nf4_dequantize"),
+])  # fmt: skip
+def test_few_rows_of_whole_blocks_in_16_bits_are_one_launch_others_dequantize(launched, m, k, dtype, name):
+    y = operators.nf4_linear(torch.zeros(m, k, dtype=dtype), *encoded(5, k), 5, None)
+    assert [kernel.name for kernel, _ in launched] == [name] and y.shape == (m, 5)
+
+
+def test_no_rows_are_no_launch(launched):
+    assert operators.nf4_linear(torch.zeros(0, 128, dtype=F16), *encoded(5, 128), 5, None).shape == (0, 5)
+    assert launched == []
+
+
+@pytest.mark.parametrize("implementation", ["kernels", "reference"])
+@pytest.mark.parametrize(("place", "value"), [
+    (0, torch.zeros(192, dtype=torch.uint8)),
+    (1, torch.zeros(7, dtype=torch.uint8)),
+    (1, torch.zeros(6)),
+    (2, torch.zeros(15)),
+    (3, torch.zeros(2)),
+    (4, torch.zeros(256, dtype=torch.float64)),
+    (4, torch.zeros(512)[::2]),
+])  # fmt: skip
+def test_an_operand_that_does_not_fit_is_refused_before_a_launch(launched, implementation, place, value):
+    run = operators if implementation == "kernels" else torch.ops.svdq
+    operands = encoded(6, 64)
+    operands[place] = value
+    x, words = torch.zeros(1, 64, dtype=F16), f"{NAMES[place]}: found .*; wanted "
+    with pytest.raises(ValueError, match=f"^nf4_linear: {words}"):
+        run.nf4_linear(x, *operands, 6, None)
+    with pytest.raises(ValueError, match=f"^nf4_dequantize: {words}"):
+        run.nf4_dequantize(*operands, 6, 64, F16)
+    assert launched == []
+
+
+def test_other_inputs_that_do_not_fit_are_refused(launched):
+    operands = encoded(6, 64)
+    for x, bias, words in (
+        (torch.zeros(64, dtype=F16), None, "x: found .*; wanted a matrix"),
+        (torch.zeros(1, 64, dtype=torch.float64), None, "x: found .*; wanted a matrix"),
+        (torch.zeros(1, 65, dtype=F16), None, "packed: found"),
+        (torch.zeros(1, 64, dtype=F16), torch.zeros(5), "bias: found"),
+    ):
+        with pytest.raises(ValueError, match=f"^nf4_linear: {words}"):
+            operators.nf4_linear(x, *operands, 6, bias)
+    with pytest.raises(ValueError, match="found n 0, k 64; wanted at least 1"):
+        operators.nf4_dequantize(*operands, 0, 64, F16)
+    with pytest.raises(ValueError, match="wanted float16, bfloat16 or float32"):
+        operators.nf4_dequantize(*operands, 6, 64, torch.float64)
+    assert launched == []

@@ -31,7 +31,7 @@ def weights_of(n, k, seed, dtype=torch.bfloat16):
     parts = state.as_dict(packed=True)
     tensors = {"weight": packed, **{f"weight.{name}": part for name, part in parts.items()}}
     offset = nf4.check(tensors, n, k).offset
-    return (packed, state), [tensors[suffix] for suffix in list(nf4.tensor_sizes(n, k, dtype))[:5]] + [offset]
+    return (packed, state), [tensors[suffix] for suffix in nf4.OPERANDS] + [offset]
 
 
 def check(n, k):

@@ -8,6 +8,7 @@ name    weights                                                   activations
 w4a4    4-bit integers, groups of 64, low rank                    4-bit integers, a scale a token and 64 channels
 w4a16   4-bit integers, groups of 128, zero points, low rank      16 bits
 w8a16   8-bit integers, a scale a row                             16 bits
+nf4     normal quantiles, blocks of 64, scales in 8 bits          16 bits
 nvfp4   E2M1, an E4M3 scale for 16 weights, low rank              the same, a scale a token and 16 channels
 """
 
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from svdq import schema
+from svdq import nf4, schema
 from svdq.config import LayerConfig
-from svdq.grid import E2M1, INT4_WEIGHT, INT8, UINT4, Grid, pack_nibbles, unpack_nibbles, zero_points
+from svdq.grid import E2M1, INT4_WEIGHT, INT8, NF4_CODES, UINT4, Grid, pack_nibbles, unpack_nibbles, zero_points
 from svdq.layer import QuantizedLinear
 from svdq.rounding import ActivationTransform
 from svdq.schema import TensorRule
@@ -59,6 +60,13 @@ class Format:
     dtypes: tuple[str, ...]
     grid: Grid
 
+    def weight_hat(self, weights: Decoded, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dequantized weights, (n, k)."""
+        if self.name == "nf4":
+            return nf4.multiply(weights.codes, weights.scales).to(dtype)
+        grid = self.grid.with_group(weights.codes.shape[1] // weights.scales.shape[1])
+        return grid.decode(weights.codes, weights.scales, dtype, weights.unit)
+
     @property
     def group_unit(self) -> int:
         """What a group's size is a multiple of, as far as the file's structure goes."""
@@ -66,7 +74,8 @@ class Format:
 
     def tensors(self, result: QuantizedLinear, layer: LayerConfig, transform: ActivationTransform) -> dict[str, Tensor]:
         """All stored tensors of a linear but its bias, in the order of the rules."""
-        tensors = self.store(Decoded(result.codes, result.scales, result.unit), layer.symmetric)
+        decoded = Decoded(result.codes, result.scales, result.unit)
+        tensors = dict(result.stored) or self.store(decoded, layer.symmetric)
         if layer.rank or self.name == "w4a4":
             tensors |= {"proj_down": result.proj_down, "proj_up": result.proj_up}
         if self.activation is not None and transform.smooth is not None:
@@ -76,7 +85,12 @@ class Format:
         return tensors
 
     def stored_bytes(self, n: int, k: int, layer: LayerConfig) -> int:
-        """Of a linear's tensors without its bias, smoothing and clip counted where they can be."""
+        """Of a linear's tensors without its bias, smoothing and clip counted where they can be. Of NF4's state, whose
+        length depends on the source's type, that of float16's and float32's."""
+        if self.name == "nf4":
+            return sum(
+                t.itemsize * torch.Size(shape).numel() for t, shape in nf4.tensor_sizes(n, k, torch.float16).values()
+            )
         absent = {"bias"} | ({"w_zeros"} if layer.symmetric else set())
         if not layer.rank:
             absent |= {"proj_down", "proj_up"}
@@ -87,7 +101,7 @@ class Format:
     def config(self, layer: LayerConfig) -> dict[str, Any]:
         """`weight` and `activation` of the header's quantization_config."""
         dtype = self.dtypes[-1] if layer.symmetric else self.dtypes[0]
-        scale = "float8_e4m3fn" if self.name == "nvfp4" else "float16"
+        scale = {"nvfp4": "float8_e4m3fn", "nf4": "uint8"}.get(self.name, "float16")
         symmetric = self.name != "w4a16" or layer.symmetric
         weight = {"dtype": dtype, "group_size": layer.group_size, "scale_dtype": scale, "symmetric": symmetric}
         groups = {"int4": 64, "nvfp4": 16}
@@ -145,6 +159,20 @@ def _load_nvfp4(tensors: dict[str, Tensor]) -> Decoded:
     return Decoded(codes, tensors["w_scales"], tensors["wcscale"])
 
 
+def _store_nf4(weights: Decoded, symmetric: bool) -> dict[str, Tensor]:
+    """The codes alone: the scales' codes are not to be had from the scales."""
+    codes = torch.nn.functional.pad(weights.codes.flatten().to(torch.uint8), (0, weights.codes.numel() % 2), value=7)
+    return {"weight": (codes[0::2] << 4 | codes[1::2]).unsqueeze(1)}
+
+
+def _load_nf4(tensors: dict[str, Tensor]) -> Decoded:
+    """Codes 0 … 15 (n, k) and a float32 scale for each block of the flattened weight."""
+    n, k = nf4.sizes(tensors)
+    pairs = tensors["weight"].flatten()
+    codes = torch.stack((pairs >> 4, pairs & 15), 1).flatten()[: n * k]
+    return Decoded(codes.view(n, k).to(torch.int8), nf4.block_scales(tensors, n, k))
+
+
 def pack_words(codes: Tensor) -> Tensor:
     """Eight codes 0 … 15 a word, the lowest k in the lowest nibble: int8 (n, k) → int32 (n, k/8)."""
     return pack_nibbles(codes).contiguous().view(torch.int32)  # two a byte, and bytes little-endian
@@ -161,6 +189,7 @@ FORMATS = {
         Format("w4a4", "int4", schema.CANONICAL, _store_w4a4, _load_w4a4, ("int4",), INT4_WEIGHT),
         Format("w4a16", None, schema.W4A16, _store_w4a16, _load_w4a16, ("uint4", "int4"), UINT4),
         Format("w8a16", None, schema.W8A16, _store_w8a16, _load_w8a16, ("int8",), INT8),
+        Format("nf4", None, schema.NF4, _store_nf4, _load_nf4, ("nf4",), NF4_CODES),
         Format("nvfp4", "nvfp4", schema.NVFP4, _store_nvfp4, _load_nvfp4, ("float4_e2m1",), E2M1),
     )
 }

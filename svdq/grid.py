@@ -91,6 +91,7 @@ INT4_ACTIVATION = Grid("int4", -8, 7, ACTIVATION_GROUP, torch.float32)
 UINT4 = Grid("uint4", 0, 15, 128, torch.float16, asymmetric=True)
 INT4_WHOLE = Grid("int4", -8, 7, 128, torch.float16)  # UINT4 with the zero point 8 everywhere
 INT8 = Grid("int8", -127, 127, ROW, torch.float16)
+NF4_CODES = Grid("nf4", 0, 15, 64, torch.float32)  # the range of the codes; its values are svdq.nf4's
 E2M1 = Grid("e2m1", -12, 12, 16, torch.float8_e4m3fn, e2m1=True)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from svdq import nf4
 from svdq.config import LayerConfig
 from svdq.errors import NumericsError
 from svdq.gptq import coordinate_descent, gptq, inverse_factor, upper_cholesky
@@ -69,7 +70,7 @@ class QuantizedLinear:
     """A quantized layer, and what happened on the way.
 
     codes int8 (n, k), scales (n, k/group) in the grid's type, proj_down float16 (k, r) for the raw input, proj_up
-    float16 (n, r), unit float32 (n,) that the scales are multiplied by (NVFP4) or None
+    float16 (n, r), unit float32 (n,) that the scales are multiplied by (NVFP4) or None; NF4's are in `stored` alone
     """
 
     codes: Tensor
@@ -77,6 +78,7 @@ class QuantizedLinear:
     proj_down: Tensor
     proj_up: Tensor
     unit: Tensor | None = None
+    stored: dict[str, Tensor] = field(default_factory=dict)  # by suffix, of a format that rounds by its own code (NF4)
     report: dict = field(default_factory=dict)
 
 
@@ -252,7 +254,7 @@ def quantize_linears(weights: Sequence[Tensor], site: PreparedSite, config: Laye
         repairs = [*site.repairs, *_tiny_groups(weight[rows], grid)]
         common = {"damping": site.damping, "tokens": site.tokens, "repairs": repairs}
         codes, scales, down, up, units = one.tensors
-        results.append(QuantizedLinear(codes, scales, down, up, units, {**one.report(), **common}))
+        results.append(QuantizedLinear(codes, scales, down, up, units, report={**one.report(), **common}))
     return results
 
 
@@ -261,13 +263,19 @@ def round_linear(weight: Tensor, config: LayerConfig) -> QuantizedLinear:
     if not torch.isfinite(weight).all():
         raise NumericsError("the weight holds a NaN or Inf")
     wide, (n, k) = weight.float(), weight.shape
+    none = wide.new_zeros((0,), dtype=torch.float16)
+    down, up = none.view(k, 0), none.view(n, 0)
+    if config.format == "nf4":
+        tensors = nf4.encode(weight if weight.dtype in nf4.DTYPES.values() else wide)
+        missed = wide - nf4.decode(tensors, n, k)
+        report = nearest_report(relative(missed.square().sum().item(), wide.square().sum().item()), [])
+        return QuantizedLinear(none, none, down, up, stored=tensors, report=report)
     grid = weight_grid(config, k)
     codes, scales = round_to_nearest(wide, grid)
     _refuse_overflow(scales)
-    none = wide.new_zeros((0,), dtype=torch.float16)
     error = relative((wide - grid.decode(codes, scales)).square().sum().item(), wide.square().sum().item())
     report = nearest_report(error, _tiny_groups(wide, grid))
-    return QuantizedLinear(codes, scales, none.view(k, 0), none.view(n, 0), report=report)
+    return QuantizedLinear(codes, scales, down, up, report=report)
 
 
 def nearest_report(error: float, repairs: list[str]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _stored_again(layer: Layer) -> tuple[Layer, bool]:
     form = FORMATS[layer.format]
     symmetric = layer.format == "w4a16" and "w_zeros" not in layer.stored
     tensors = form.store(Decoded(layer.codes, layer.scales, layer.unit), symmetric)
-    decoded = form.load(tensors)
+    decoded = form.load({**layer.stored, **tensors})
     again = replace(layer, codes=decoded.codes, scales=decoded.scales, unit=decoded.unit)
     same = all(_same_bytes(tensor, layer.stored[suffix]) for suffix, tensor in tensors.items())
     return again, same and torch.equal(again.weight_hat(), layer.weight_hat())
@@ -196,15 +196,21 @@ def _stored_errors(layer: Layer, packed: StoredLinear, half: Tensor) -> dict[str
         exact += (half.double() @ layer.proj_down.double()) @ layer.proj_up.double().t()
     if layer.bias is not None:
         exact += layer.bias.to(half.dtype).double()
-    of_few, of_many = (
-        ratio(packed.product(half[:m], torch.float32).double() - exact[:m], exact[:m]) for m in (few, len(half))
-    )
+    of_few, of_many = (_beyond_rounding(packed.product(half[:m], torch.float32), exact[:m]) for m in (few, len(half)))
     explained = torch.finfo(half.dtype).eps if layer.transform.dtype is None else 0.0
     return {
         "kernel_error": of_few if of_many <= max(of_few, explained) else of_many,
         "codes_differ": 0,
         "kernel_dtype": str(half.dtype).removeprefix("torch."),
     }
+
+
+def _beyond_rounding(y: Tensor, exact: Tensor) -> float:
+    """Relative error of y (m, n), less what the nearest number of its type would be off."""
+    missed = y.double() - exact
+    if y.dtype == torch.float32:
+        return ratio(missed, exact)
+    return ratio((missed.abs() - (exact.to(y.dtype).double() - exact).abs()).clamp_min(0), exact)
 
 
 def _dequantized(layer: Layer, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

@@ -186,9 +186,7 @@ def linear_of(layer: Layer, kernels: str = "auto", activations: str = "int4") ->
     return stored_linear(layer, kernels)
 
 
-def path_in_words(
-    device: torch.device, dtype: torch.dtype, kernels: str, activations: str, form: str = "w4a4"
-) -> str:
+def path_in_words(device: torch.device, dtype: torch.dtype, kernels: str, activations: str, form: str = "w4a4") -> str:
     """How linears are computed there, in words."""
     if form != "w4a4":
         plain = device.type != "cuda" or kernels == "reference" or dtype not in ops.SCALAR

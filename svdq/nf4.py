@@ -31,6 +31,7 @@ from svdq.errors import CheckpointError, NumericsError
 BLOCK = 64  # weights that share a scale
 NESTED_BLOCK = 256  # scales that share one of their own
 STATE = "weight.quant_state.bitsandbytes__nf4"
+OPERANDS = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 _OUTERMOST = 0.9677083  # the quantile that becomes ±1
@@ -132,9 +133,27 @@ def decode(
     tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype = torch.float32, name: str = "linear"
 ) -> Tensor:
     """weight_hat (n, k), rounded once to dtype. Raises CheckpointError like `check`."""
-    state = check(tensors, n, k, name)
-    operands = (tensors[suffix] for suffix in list(tensor_sizes(n, k, state.dtype))[:-1])
-    return dequantize(*operands, state.offset, n, k, dtype)
+    offset = check(tensors, n, k, name).offset
+    packed, absmax, quant_map, nested_absmax, nested_map = (tensors[suffix] for suffix in OPERANDS)
+    return dequantize(packed, absmax, quant_map, nested_absmax, nested_map, offset, n, k, dtype)
+
+
+def block_scales(tensors: Mapping[str, Tensor], n: int, k: int) -> Tensor:
+    """float32, one for each block of the flattened weight."""
+    _, absmax, _, nested_absmax, nested_map = (tensors[suffix] for suffix in OPERANDS)
+    return _scales(absmax, nested_absmax, nested_map, check(tensors, n, k).offset)
+
+
+def multiply(codes: Tensor, scales: Tensor) -> Tensor:
+    """Codes (n, k) and the blocks' scales → weight_hat (n, k) float32."""
+    padded = torch.nn.functional.pad(codes.flatten(), (0, scales.numel() * BLOCK - codes.numel()))
+    values = levels().to(codes.device)[padded.int()].view(-1, BLOCK) * scales.unsqueeze(1)
+    return values.flatten()[: codes.numel()].view(codes.shape)
+
+
+def _scales(absmax: Tensor, nested_absmax: Tensor, nested_map: Tensor, offset: float) -> Tensor:
+    nested = nested_absmax.repeat_interleave(NESTED_BLOCK)[: absmax.numel()]
+    return nested_map[absmax.int()] * nested + offset
 
 
 def dequantize(
@@ -152,10 +171,17 @@ def dequantize(
     pairs = packed.reshape(-1)
     codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()  # the first of two codes is the high nibble
     padded = torch.nn.functional.pad(codes, (0, absmax.numel() * BLOCK - codes.numel()))
-    nested = nested_absmax.repeat_interleave(NESTED_BLOCK)[: absmax.numel()]
-    scales = nested_quant_map[absmax.int()] * nested + offset
+    scales = _scales(absmax, nested_absmax, nested_quant_map, offset)
     values = quant_map[padded.int()].view(-1, BLOCK) * scales.unsqueeze(1)
     return values.flatten()[: n * k].to(dtype).view(n, k)
+
+
+def sizes(tensors: Mapping[str, Tensor], name: str = "linear") -> tuple[int, int]:
+    """(n, k) as the state says, unchecked against the tensors. Raises CheckpointError if it is none."""
+    if STATE not in tensors:
+        raise CheckpointError(f"{name}: {STATE} is missing; wanted a linear that bitsandbytes stored as NF4")
+    state = _read_state(tensors[STATE], f"{name}.{STATE}")
+    return state.n, state.k
 
 
 def check(tensors: Mapping[str, Tensor], n: int, k: int, name: str = "linear") -> State:

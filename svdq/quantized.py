@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from svdq import export_formats, schema
+from svdq import export_formats, nf4, schema
 from svdq.checkpoint import SafetensorsFile, open_file
 from svdq.config import ROTATIONS, LayerConfig
 from svdq.directory import open_shards
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import DTYPES, PackedSizes, unpack_layers
-from svdq.formats import FORMATS
+from svdq.formats import FORMATS, Decoded
 from svdq.models import file_kind
 from svdq.rounding import ActivationTransform
 
@@ -62,12 +62,11 @@ class Layer:
 
     @property
     def group_size(self) -> int:
-        return self.codes.shape[1] // self.scales.shape[1]
+        return nf4.BLOCK if self.format == "nf4" else self.codes.shape[1] // self.scales.shape[1]
 
     def weight_hat(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dequantized residual, (n, k)."""
-        grid = FORMATS[self.format].grid.with_group(self.group_size)
-        return grid.decode(self.codes, self.scales, dtype, self.unit)
+        return FORMATS[self.format].weight_hat(Decoded(self.codes, self.scales, self.unit), dtype)
 
 
 class QuantizedFile:
@@ -92,7 +91,8 @@ class QuantizedFile:
         one = DTYPES.get(str(self.config["packing"].get("dtype")))
         if self.kind == "packed" and one is None:
             raise CheckpointError(f"{self.file.path}: its packing names no 16-bit type")
-        self._free_types = [one] if one is not None else [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+        one_type = one is not None and self.format.name == "w4a4"  # the others' linears keep their types
+        self._free_types = [one] if one_type else [torch.float16, torch.bfloat16, torch.float32, torch.float64]
         self._order = "rows"  # of a canonical file too
         self._rules = self.format.rules if self.kind == "canonical" else schema.PACKED
         if self.kind == "packed" and self.format.name != "w4a4":
@@ -167,7 +167,7 @@ class QuantizedFile:
                     continue
                 raise CheckpointError(f"{self.file.path}: tensor '{key}' is missing")
             wanted = rule.resolve(**sizes)
-            if info.shape != wanted:
+            if info.shape != wanted and wanted != (-1,):
                 raise CheckpointError(f"{self.file.path}: {key} has shape {list(info.shape)}, wanted {list(wanted)}")
             allowed = [rule.dtype] if rule.dtype is not None else self._free_types
             if info.dtype not in allowed:
@@ -189,6 +189,8 @@ class QuantizedFile:
         """The linear that these tensors are, by the suffixes of the file."""
         if self.kind == "packed":
             tensors = export_formats.unpack(self.format.name, self._order, tensors, *self.layers[name][:3])
+        if self.format.name == "nf4":
+            nf4.check(tensors, *self.layers[name][:2], name)
         clip = float(tensors["act_clip"]) if "act_clip" in tensors else 1.0
         (n, k, *_), decoded = self.layers[name], self.format.load(tensors)
         return Layer(

@@ -51,6 +51,12 @@ _EXPRESSIONS = {
     "k/16": lambda s: s["k"] // 16,
     "k/8": lambda s: s["k"] // 8,
     "1": lambda s: 1,
+    "16": lambda s: 16,
+    "256": lambda s: 256,
+    "nk/2": lambda s: -(-s["n"] * s["k"] // 2),
+    "nk/64": lambda s: -(-s["n"] * s["k"] // 64),
+    "nk/16384": lambda s: -(-s["n"] * s["k"] // 16384),
+    "*": lambda s: -1,  # any
 }
 
 CANONICAL = (
@@ -108,6 +114,17 @@ PACKED_NVFP4 = (
 ROWS_NVFP4 = tuple(
     TensorRule("wscales", ("k/16", "n"), rule.dtype, rule.meaning) if rule.suffix == "w_scales" else rule
     for rule in NVFP4
+)
+
+# As bitsandbytes names and stores them; blocks run through the flattened weight.
+NF4 = (
+    TensorRule("weight", ("nk/2", "1"), torch.uint8, "codes, two a byte: high nibble = the first"),
+    TensorRule("weight.absmax", ("nk/64",), torch.uint8, "code of each block's scale in the dynamic map"),
+    TensorRule("weight.quant_map", ("16",), torch.float32, "the levels"),
+    TensorRule("weight.nested_absmax", ("nk/16384",), torch.float32, "scale of 256 scales"),
+    TensorRule("weight.nested_quant_map", ("256",), torch.float32, "the dynamic map"),
+    TensorRule("weight.quant_state.bitsandbytes__nf4", ("*",), torch.uint8, "JSON: shape, type, the scales' mean"),
+    _BIAS,
 )
 
 # Sizes here are the padded ones. All 16-bit tensors of a packed file share one dtype, recorded in the header.

@@ -21,7 +21,7 @@ def normal(*shape, seed=0):
 def encoded(n, k):
     tensors = nf4.encode(normal(n, k) * 2 ** normal(n, 1, seed=1))
     offset = nf4.check(tensors, n, k).offset
-    return [tensors[suffix] for suffix in list(tensors)[:5]] + [offset]
+    return [tensors[suffix] for suffix in nf4.OPERANDS] + [offset]
 
 
 def on_gpu(operands):
@@ -42,7 +42,7 @@ def test_a_card_dequantizes_to_the_bits_of_bitsandbytes(n, k, dtype):
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = functional.quantize_4bit(normal(n, k).to(dtype).cuda(), compress_statistics=True, quant_type="nf4")
     tensors = {"weight": packed, **{f"weight.{name}": x for name, x in state.as_dict(packed=True).items()}}
-    operands = [tensors[suffix] for suffix in list(nf4.tensor_sizes(n, k, dtype))[:5]]
+    operands = [tensors[suffix] for suffix in nf4.OPERANDS]
     offset = nf4.check(tensors, n, k).offset
     found = torch.ops.svdq.nf4_dequantize(*operands, offset, n, k, dtype)
     assert torch.equal(found, functional.dequantize_4bit(packed, state))

@@ -23,7 +23,7 @@ def encoded(n, k):
     weight = normal(n, k) * 10 ** normal(n, 1, seed=1)
     tensors = nf4.encode(weight)
     offset = nf4.check(tensors, n, k).offset
-    return [tensors[suffix] for suffix in list(tensors)[:5]] + [offset]
+    return [tensors[suffix] for suffix in nf4.OPERANDS] + [offset]
 
 
 def float64_weight(operands, n, k):

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from svdq.config import FORMATS as DEFAULTS
 from svdq.config import CalibrationConfig, LayerConfig
 from svdq.errors import ConfigError
+from svdq.format_linears import StoredLinear
 from svdq.formats import FORMATS, Decoded, pack_words, unpack_words
 from svdq.gptq import gptq, inverse_factor, upper_cholesky
 from svdq.grid import E2M1, INT4_WHOLE, INT8, UINT4, weight_grid, zero_points
 from svdq.layer import prepare_site, quantize_linears, round_linear
+from svdq.linear import load_quantized
 from svdq.objective import ActivationSums
 from svdq.quantized import open_quantized
 from svdq.rounding import ActivationTransform, quantize_activation_nvfp4, round_to_nearest
@@ -272,6 +274,10 @@ def quantized_format(toy, calibration_ids, tmp_path_factory):
     return build
 
 
+# on average: 4-bit activations cost some 10 %, 4-bit weights alone less, 8-bit weights a twentieth of it
+BOUNDS = {"w4a4": (0.04, 0.2), "w4a16": (0.02, 0.12), "w8a16": (0.002, 0.02), "nf4": (0.04, 0.15), "nvfp4": (0.04, 0.2)}
+
+
 @pytest.mark.parametrize("form", list(FORMATS))
 def test_a_run_is_verified_on_held_out_text(quantized_format, heldout_ids, svdq, tmp_path, form):
     model, file, _ = quantized_format(form)
@@ -282,8 +288,7 @@ def test_a_run_is_verified_on_held_out_text(quantized_format, heldout_ids, svdq,
     numbers = json.loads(report.read_text())
     assert numbers["format"] == form and form.upper() in result.out
     errors = [layer["quantization_error"] for layer in numbers["layers"]]
-    # on average: 4-bit activations cost some 10 %, 4-bit weights alone half of it, 8-bit weights a twentieth
-    low, high = {"w4a4": (0.04, 0.2), "w4a16": (0.02, 0.12), "w8a16": (0.002, 0.02), "nvfp4": (0.04, 0.2)}[form]
+    low, high = BOUNDS[form]
     assert low < sum(errors) / len(errors) < high
     assert all(layer["kernel_error"] < 1e-6 and layer["roundtrip"] for layer in numbers["layers"])
 
@@ -300,9 +305,9 @@ def test_the_header_says_what_the_numbers_are(quantized_format, form):
     _, file, layer = quantized_format(form)
     with safe_open(file, "pt") as opened:
         header = json.loads(opened.metadata()["quantization_config"])
-    dtypes = {"w4a4": "int4", "w4a16": "uint4", "w8a16": "int8", "nvfp4": "float4_e2m1"}
+    dtypes = {"w4a4": "int4", "w4a16": "uint4", "w8a16": "int8", "nf4": "nf4", "nvfp4": "float4_e2m1"}
     assert header["format"] == form and header["weight"]["dtype"] == dtypes[form]
-    assert (header["activation"] is None) == (form in ("w4a16", "w8a16"))
+    assert (header["activation"] is None) == (form in ("w4a16", "w8a16", "nf4"))
     assert header["rank"] == layer.rank
 
 
@@ -317,6 +322,64 @@ def test_a_layer_of_the_file_computes_what_its_tensors_say(quantized_format):
             code = (words[row, k // 8].item() >> (4 * (k % 8))) & 0xF
             value = (code - zeros[row, k // 64].item()) * scales[row, k // 64].item()
             assert opened.layer(name).weight_hat()[row, k].item() == pytest.approx(value, rel=1e-6)
+
+
+ORDERS = [("w4a4", "mma"), ("w4a16", "rows"), ("w8a16", "rows"), ("nf4", "rows"), ("nvfp4", "mma"), ("nvfp4", "rows")]
+
+
+@pytest.mark.parametrize("form, order", ORDERS)
+def test_a_packed_file_holds_the_same_layers(quantized_format, heldout_ids, svdq, tmp_path, form, order):
+    model, file, _ = quantized_format(form)
+    out = tmp_path / "packed.safetensors"
+    result = svdq("export-packed", file, out, "--layout", order)
+    assert result.code == 0 and f"packed for {order}" in result.out, result.err
+    one, other = open_quantized(file), open_quantized(out)
+    for name in one.layers:
+        a, b = one.layer(name), other.layer(name)
+        assert torch.equal(a.weight_hat(), b.weight_hat()) and torch.equal(a.proj_up, b.proj_up)
+        assert torch.equal(a.proj_down, b.proj_down) and (a.bias is None) == (b.bias is None)
+        assert a.transform.same(b.transform)
+    result = svdq("verify", out, "--model", model, "--data", heldout_ids, "--min-tokens", "1")
+    assert result.code == 0, result.out + result.err
+    refused = svdq("export-packed", out, tmp_path / "again.safetensors")
+    assert refused.code == 2 and "already packed" in refused.err
+
+
+@pytest.mark.parametrize("form, order", [("w4a4", "rows"), ("w8a16", "mma")])
+def test_an_order_that_a_format_has_not_is_refused(quantized_format, svdq, tmp_path, form, order):
+    _, file, _ = quantized_format(form)
+    refused = svdq("export-packed", file, tmp_path / "packed.safetensors", "--layout", order)
+    assert refused.code == 2 and f"--layout {order}" in refused.err
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "w4a4"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_loaded_model_computes_what_its_layers_say(quantized_format, form, kernels):
+    model, file, _ = quantized_format(form)
+    loaded, opened = load_quantized(model, file, kernels=kernels), open_quantized(file)
+    assert loaded.svdq_path.startswith(form.upper())
+    x = normal(5, 128, seed=9)
+    for name in [name for name in opened.layers if opened.layers[name][1] == 128][:3]:
+        layer, module = opened.layer(name), loaded.get_submodule(name)
+        x_hat = layer.transform.approximate(x, torch.float64)
+        wanted = x_hat @ layer.weight_hat(torch.float64).t()
+        wanted += (x.double() @ layer.proj_down.double()) @ layer.proj_up.double().t()
+        wanted += 0 if layer.bias is None else layer.bias.double()
+        assert (module(x).double() - wanted).norm() / wanted.norm() < 1e-6
+        assert torch.equal(module(x[:, None]), module(x)[:, None])
+
+
+def test_a_loaded_model_keeps_its_types_when_it_is_cast(quantized_format):
+    model, file, _ = quantized_format("w4a16")
+    loaded = load_quantized(model, file).half()
+    module = next(one for one in loaded.modules() if isinstance(one, StoredLinear))
+    assert module.qweight.dtype == torch.int32 and module.w_scales.dtype == torch.float16
+
+
+def test_layers_of_other_formats_are_not_fused(quantized_format):
+    model, file, _ = quantized_format("w8a16")
+    with pytest.raises(ConfigError, match="fuse: knows w4a4 alone"):
+        load_quantized(model, file, fuse=True)
 
 
 def test_formats_of_16_bit_activations_read_any_store(toy, calibration_ids, svdq, tmp_path):

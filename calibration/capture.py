@@ -12,6 +12,8 @@ Linears that read the same tensor form a site: seen by identity of the input, no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +62,7 @@ class Visit:
     earlier: list[tuple[list[_Call], States]]  # calls and inputs of earlier visits of the same block
 
     def run(self) -> States:
-        outputs = States(self.inputs.room)
+        outputs = self.inputs.empty()
         for call, x in zip(self.calls, self.inputs, strict=True):
             outputs.append(call.run(self.module, x))
         return outputs
@@ -89,7 +91,7 @@ class BlockStream:
         room: Room | None = None,
     ):
         self.model, self.batches, self.device, self.dtype = model, batches, device, dtype
-        self._rest = model.blocks[0].rpartition(".")[0]
+        self._rest = list(dict.fromkeys(path.rpartition(".")[0] for path in model.blocks))  # the lists of blocks
         self._modules = [model.tree.get_submodule(path) for path in model.blocks]
         self._as_tuple: bool | None = None  # what blocks return: not known before one has run
         self._order: list[int] = []
@@ -274,9 +276,23 @@ def watch_inputs(tree: nn.Module, linears: list[Linear], see: Callable[[Linear, 
     return _Hooks(tree, linears, see)
 
 
+_real_tokens: ContextVar[Tensor | None] = ContextVar("real_tokens", default=None)
+
+
+@contextmanager
+def real_tokens(mask: Tensor | None) -> Iterator[None]:
+    """Inside, `token_rows` leaves padding out of inputs of this shape. mask: bool (rows, tokens), True for a token."""
+    before = _real_tokens.set(mask)
+    try:
+        yield
+    finally:
+        _real_tokens.reset(before)
+
+
 def token_rows(x: Tensor, channels: int) -> Tensor:
     """Any input of a linear as (tokens, k): [1, 1, K] and [1, K] are both one token."""
-    return x.reshape(-1, channels)
+    mask = _real_tokens.get()
+    return x[mask] if mask is not None and x.shape[:-1] == mask.shape else x.reshape(-1, channels)
 
 
 @dataclass
@@ -363,7 +379,7 @@ class _FirstPass:
 
     def run(self) -> States:
         """The outputs of the current visit; earlier visits of the same block are run for their inputs alone."""
-        outputs = States(self.visit.inputs.room)
+        outputs = self.visit.inputs.empty()
         for calls, inputs in [*self.visit.earlier, (self.visit.calls, self.visit.inputs)]:
             for self._batch, (call, x) in enumerate(zip(calls, inputs, strict=True)):
                 output = call.run(self.visit.module, x)

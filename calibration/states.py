@@ -74,6 +74,10 @@ class States(Sequence[Tensor]):
         self._file: IO[bytes] | None = None
         weakref.finalize(self, room.give_back, self._taken)
 
+    def empty(self) -> States:
+        """Of the same kind and in the same room, with nothing in them yet."""
+        return type(self)(self.room)
+
     def append(self, states: Tensor) -> None:
         states = states.contiguous()  # as it would come back from a file
         self.nbytes += states.nbytes
@@ -93,7 +97,10 @@ class States(Sequence[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        held = self._held[index]
+        return self.read(index)
+
+    def read(self, number: int) -> Tensor:
+        held = self._held[number]
         return (held if isinstance(held, Tensor) else self._read(held)).to(self.room.device)
 
     def _write(self, states: Tensor) -> _OnDisk:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from svdq.calibration.data import TokenData, check_source, has_tokenizer_files, load_tokenizer, load_tokens
+from svdq.calibration.recorded import CalibrationData, load_inputs
 from svdq.cli.options import Console
+from svdq.errors import ConfigError
 from svdq.models import Model, open_model
 
 
@@ -15,18 +19,46 @@ def quiet_libraries() -> None:
     # through the environment, so that a broken directory is found before transformers is imported (seconds)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     logging.getLogger("datasets").setLevel(logging.ERROR)
 
 
-def open_inputs(model_dir: str, sources: list[str], trust_remote_code: bool) -> Model:
-    """Preflight of the model directory and of every data source, before anything is read in full."""
+def open_inputs(
+    model_dir: str,
+    sources: list[str],
+    trust_remote_code: bool,
+    subfolder: str | None = None,
+    *,
+    diffusion: bool = False,
+) -> Model:
+    """Preflight of the model directory and of every data source, before anything is read in full.
+
+    diffusion  whether the command knows diffusion transformers; without, they are refused
+    """
     quiet_libraries()
-    model = open_model(model_dir, trust_remote_code=trust_remote_code)
-    has_tokenizer = has_tokenizer_files(model_dir)
+    directory = Path(model_dir, subfolder) if subfolder else Path(model_dir)
+    model = open_model(directory, trust_remote_code=trust_remote_code)
+    if model.is_diffusion and not diffusion:
+        raise ConfigError(f"{directory}: a diffusion transformer; this command wants a language model or an encoder")
+    has_tokenizer = not model.is_diffusion and has_tokenizer_files(directory)
     for source in sources:
-        check_source(source, has_tokenizer)
+        if model.is_diffusion:
+            load_inputs(source, model.config, samples=1, seed=0)
+        else:
+            check_source(source, has_tokenizer)
     return model
+
+
+def read_data(
+    model: Model, source: str, trust_remote_code: bool, *, samples: int, seq_len: int, min_tokens: int, seed: int
+) -> CalibrationData:
+    """Text as tokens, or the recorded calls of a diffusion transformer."""
+    if model.is_diffusion:
+        return load_inputs(source, model.config, samples=samples, seed=seed)
+    return read_tokens(
+        model, source, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
+    )
 
 
 def read_tokens(

@@ -20,6 +20,7 @@ from svdq.cli import (
     kernels,
     profile,
     quantize,
+    record,
     roofline,
     tune,
     verify,
@@ -34,11 +35,15 @@ from svdq.report import printable
 def svdq() -> None:
     """Offline W4A4 quantization of transformers.
 
-    calibrate, quantize, tune, verify, export-packed; compare, inspect, kernels, roofline, profile, bench tell what is.
+    record, calibrate, quantize, tune, verify, export-packed; compare, inspect, kernels, roofline, profile, bench tell
+    what is.
     """
 
 
-for module in (calibrate, quantize, tune, verify, compare, export_packed, inspect, kernels, roofline, profile, bench):
+MODULES = (
+    record, calibrate, quantize, tune, verify, compare, export_packed, inspect, kernels, roofline, profile, bench,
+)  # fmt: skip
+for module in MODULES:
     svdq.add_command(module.command)
 
 

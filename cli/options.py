@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -27,6 +27,9 @@ from svdq.config import (
 )
 from svdq.errors import ConfigError
 from svdq.ranks import TIMEOUT, rank
+
+if TYPE_CHECKING:
+    from svdq.models import Model
 
 
 def check_writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -102,6 +105,7 @@ page_option = click.option(
     help="Write a page with plots and tables that sort: one file, which loads nothing.",
 )
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Print every layer.")
+subfolder_option = click.option("--subfolder", metavar="NAME", help="Of a pipeline of diffusers: transformer.")
 remote_code = click.option("--trust-remote-code", is_flag=True, help="Run code that the model directory brings.")
 data_options = _stack(
     click.option("--samples", type=int, default=_DEFAULTS.samples, show_default=True, help="Sequences to read."),
@@ -209,6 +213,12 @@ def refuse_given(context: click.Context, names: tuple[str, ...], why: str) -> No
     for name in names:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name.replace('_', '-')}: {why}")
+
+
+def refuse_text_options(context: click.Context, model: Model) -> None:
+    """Recorded calls of a diffusion transformer are run as they are: what cuts text would be ignored."""
+    if model.is_diffusion:
+        refuse_given(context, ("seq_len", "min_tokens"), "belongs to text; recorded calls are run as they are")
 
 
 def write_report(json_file: str | None, numbers: dict[str, Any]) -> None:

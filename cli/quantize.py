@@ -11,7 +11,8 @@ from svdq.cli import options
 @click.argument("model_dir")
 @click.argument("out", metavar="OUT.safetensors|OUT_DIR/")
 @click.option("--calib", metavar="CALIB_DIR", help="A store of svdq calibrate.")
-@click.option("--data", metavar="SRC", help="Calibrate on this text on the way, and keep nothing.")
+@click.option("--data", metavar="SRC", help="Calibrate on this on the way, and keep nothing.")
+@options.subfolder_option
 @options.data_options
 @options.preset_option
 @options.activation_options
@@ -30,9 +31,9 @@ from svdq.cli import options
 @options.output_options
 @options.verbose_option
 @click.pass_context
-def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, seed, preset, smoothing, rotation,
-            act_clip, form, symmetric, rank, group_size, rounds, damping, objective, sweeps, svd, override, tune,
-            ignore, only, linears_only, max_shard_size, dry_run, strict, trust_remote_code, device, timeout,
+def command(context, model_dir, out, calib, data, subfolder, samples, seq_len, min_tokens, seed, preset, smoothing,
+            rotation, act_clip, form, symmetric, rank, group_size, rounds, damping, objective, sweeps, svd, override,
+            tune, ignore, only, linears_only, max_shard_size, dry_run, strict, trust_remote_code, device, timeout,
             max_host_memory, json_file, quiet, verbose):  # fmt: skip
     """Quantize MODEL_DIR into OUT.safetensors, or into OUT_DIR/ for transformers' from_pretrained.
 
@@ -44,8 +45,9 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     from pathlib import Path
 
     from svdq import pipeline, preflight, report
+    from svdq.calibration.recorded import load_inputs
     from svdq.calibration.store import Store
-    from svdq.cli.inputs import longest_sequence, note_if_shortened, open_inputs, read_tokens
+    from svdq.cli.inputs import longest_sequence, note_if_shortened, open_inputs, read_data
     from svdq.cli.tune import tune_file
     from svdq.config import WEIGHT_ONLY
     from svdq.errors import ConfigError
@@ -85,7 +87,12 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     shard_bytes = options.shard_bytes(context, out, max_shard_size)
     if shard_bytes and linears_only:
         raise ConfigError(f"--linears-only: {out} is to be a whole model's directory; wanted the path of a file")
-    model = open_inputs(model_dir, [data] if data else [], trust_remote_code)
+    model = open_inputs(model_dir, [data] if data else [], trust_remote_code, subfolder, diffusion=True)
+    options.refuse_text_options(context, model)
+    if tuning and model.is_diffusion:
+        raise ConfigError("--tune and --preset best: tuning wants a language model or an encoder; leave them out")
+    if shard_bytes and model.is_diffusion:
+        raise ConfigError(f"{out}: a directory for transformers; of a diffusion transformer wanted the path of a file")
     the_plan = preflight.plan(model, config)
     untuned = f"{Path(out)}.untuned" if tuning else out
     for path in dict.fromkeys((out, untuned)):
@@ -98,7 +105,10 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     if dry_run:
         linears, memory, hidden = the_plan.linears, {}, None
         if not calib and not alone:
-            streamed = model, linears, samples * min(seq_len, longest_sequence(model)), where, max_host_memory
+            count = samples * min(seq_len, longest_sequence(model))
+            if model.is_diffusion and data:
+                count = load_inputs(data, model.config, samples=samples, seed=seed).tokens
+            streamed = model, linears, count, where, max_host_memory
             memory["calibrate"] = preflight.calibration_bytes(*streamed)
             hidden = preflight.hidden_bytes(*streamed)
         memory["quantize"] = preflight.quantization_bytes(linears, where)
@@ -109,7 +119,7 @@ def command(context, model_dir, out, calib, data, samples, seq_len, min_tokens, 
     tokens = None
     if data:
         note_if_shortened(console, model, seq_len)
-        tokens = read_tokens(
+        tokens = read_data(
             model, data, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
         )
         console.say(tokens.summary())

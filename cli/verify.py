@@ -10,7 +10,8 @@ from svdq.cli import options
 @click.command("verify")
 @click.argument("file", metavar="OUT")
 @click.option("--model", "model_dir", required=True, metavar="MODEL_DIR", help="The original model.")
-@click.option("--data", multiple=True, metavar="SRC", help="Held-out text; may be given several times.")
+@click.option("--data", multiple=True, metavar="SRC", help="Held-out data; may be given several times.")
+@options.subfolder_option
 @click.option("--calib", metavar="CALIB_DIR", help="A store: errors on its sums as well.")
 @click.option(
     "--what-if",
@@ -51,13 +52,14 @@ from svdq.cli import options
 @options.device_option
 @options.output_options
 @options.verbose_option
-def command(file, model_dir, data, calib, what_if, tasks, samples, seq_len, min_tokens, seed, max_error,
-            max_kernel_error, max_perplexity_ratio, kernels, activations, page_file, trust_remote_code, device,
-            json_file, quiet, verbose):  # fmt: skip
+@click.pass_context
+def command(context, file, model_dir, data, subfolder, calib, what_if, tasks, samples, seq_len, min_tokens, seed,
+            max_error, max_kernel_error, max_perplexity_ratio, kernels, activations, page_file, trust_remote_code,
+            device, json_file, quiet, verbose):  # fmt: skip
     """Check structure, layers and perplexity of a canonical or packed file. Exit 1 if a check fails."""
     from svdq import report, store_checks, verify
     from svdq.calibration.store import Store
-    from svdq.cli.inputs import note_if_shortened, open_inputs, read_tokens
+    from svdq.cli.inputs import note_if_shortened, open_inputs, read_data
     from svdq.details import Details
     from svdq.html_report import verification_page
     from svdq.layer_checks import require_kernels
@@ -72,15 +74,14 @@ def command(file, model_dir, data, calib, what_if, tasks, samples, seq_len, min_
         require_kernels(where)
     verify.check_activations(activations, bool(calib), kernels)
     quantized = open_quantized(file, activations)
-    model = open_inputs(model_dir, list(data), trust_remote_code)
+    model = open_inputs(model_dir, list(data), trust_remote_code, subfolder, diffusion=True)
+    options.refuse_text_options(context, model)
     wanted = prepare_tasks(tasks, model) if tasks else None
     store = Store.open(calib) if calib else None
     if data:
         note_if_shortened(console, model, seq_len)
     texts = [
-        read_tokens(
-            model, source, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed
-        )
+        read_data(model, source, trust_remote_code, samples=samples, seq_len=seq_len, min_tokens=min_tokens, seed=seed)
         for source in data
     ]
     for text in texts:

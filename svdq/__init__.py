@@ -7,11 +7,12 @@ from svdq import hook
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from svdq.calibration.recorded import recording
     from svdq.hf import SvdqConfig
     from svdq.linear import W4A4Linear, load_quantized
     from svdq.packed import PackedRunner
 
-__all__ = ["PackedRunner", "SvdqConfig", "W4A4Linear", "__version__", "load_quantized"]
+__all__ = ["PackedRunner", "SvdqConfig", "W4A4Linear", "__version__", "load_quantized", "recording"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from svdq import linear
 
         return getattr(linear, name)
+    if name == "recording":
+        from svdq.calibration.recorded import recording
+
+        return recording
     if name == "PackedRunner":
         from svdq.packed import PackedRunner
 

@@ -224,7 +224,7 @@ class ModelFiles:
 def open_model_dir(directory: str | Path) -> ModelFiles:
     """Open every header of a Hugging Face model directory.
 
-    Looks for model.safetensors, then model.safetensors.index.json, then takes all *.safetensors files. Symlinks are
+    Looks for model.safetensors or its index, then for diffusers' own, then takes all *.safetensors files. Symlinks are
     followed (the hub's cache is made of them); a path written in the index must be a plain file name.
     Raises   CheckpointError naming the file, and the tensors it should hold, if anything is missing or contradictory.
     """
@@ -234,15 +234,15 @@ def open_model_dir(directory: str | Path) -> ModelFiles:
         names = sorted(item.name for item in directory.iterdir() if not item.name.startswith("."))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise CheckpointError(f"{where}: {_reason(error)}; wanted a model directory, download it first") from error
-    if "model.safetensors" in names:
-        return _merge(directory, ["model.safetensors"])
-    if "model.safetensors.index.json" in names:
-        return _follow_index(directory, "model.safetensors.index.json", names)
+    for whole in ("model.safetensors", "diffusion_pytorch_model.safetensors"):
+        if whole in names:
+            return _merge(directory, [whole])
+        if (index := f"{whole}.index.json") in names:
+            return _follow_index(directory, index, names)
     weights = [name for name in names if name.endswith(".safetensors")]
     if weights:
         return _merge(directory, weights)
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    if pickles:
+    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         cure = "convert with model.save_pretrained(directory, safe_serialization=True)"
         raise CheckpointError(f"{where}: only pickle files ({_first_five(pickles)}); wanted safetensors only, {cure}")
     raise CheckpointError(f"{where}: no *.safetensors file; wanted a model's weights, download them here")

@@ -273,6 +273,9 @@ def facts_of(comparison: Comparison) -> list[tuple[str, list[str]]]:
         name = Path(source).name
         if any(output and output.get("original") for output in found):
             rows.append((f"perplexity, {name}", [_perplexity(output) for output in found]))
+        elif any(output and output.get("output_error") is not None for output in found):
+            errors = [None if output is None else output.get("output_error") for output in found]
+            rows.append((f"output error, {name}", [percent(error) for error in errors]))
         else:
             cosines = [output and output.get("state_cosine") for output in found]
             rows.append((f"cosine, {name}", ["-" if cosine is None else f"{cosine:.4f}" for cosine in cosines]))

@@ -127,6 +127,8 @@ def _tiles(report: Report, model: Model, quantized: QuantizedFile, key: str) -> 
             facts.append(("perplexity", f"{output.quantized / output.original:.3f} x", source))
         elif output.state_cosine is not None:
             facts.append(("mean cosine", f"{output.state_cosine:.4f}", source))
+        elif output.output_error is not None:
+            facts.append(("output error", percent(output.output_error), source))
     return tiles(facts)
 
 
@@ -316,7 +318,7 @@ def _rounds(rows: Sequence[LayerReport]) -> Html | None:
 
 
 def _outputs(report: Report, quantized: QuantizedFile) -> Html | None:
-    """Perplexities as bars; of a model without them, how far its states are."""
+    """Perplexities as bars; of a model without them, how far its states are, or a diffusion transformer's output."""
     if not report.outputs:
         return None
     name, rows = "W4A8" if report.activations == "fp8" else report.format.upper(), []
@@ -329,6 +331,13 @@ def _outputs(report: Report, quantized: QuantizedFile) -> Html | None:
             rows.append(Bar(f"{source}, {name}", [(ours, 0, f"{ours:.4f}")], told))
         counts = ", ".join(f"{output.tokens:,} of {output.source}" for output in report.outputs)
         return section("Perplexity", bars(finite_bars(rows)), note=f"Tokens: {counts}. Lower is better.")
+    if all(output.output_error is not None for output in report.outputs):
+        body = [
+            [output.source, Cell(f"{output.tokens:,}", output.tokens), Cell(percent(error), error)]
+            for output in report.outputs
+            if (error := output.output_error) is not None
+        ]
+        return section("The transformer's output", table(["calls", "tokens", "relative error"], body, sort=False))
     body = [
         [
             output.source,

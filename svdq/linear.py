@@ -211,10 +211,13 @@ def load_quantized(
     fuse: bool = False,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """A running transformers model whose quantized linears are `W4A4Linear`, or the module of the file's format.
+    """A running transformers or diffusers model whose quantized linears are `W4A4Linear`, or the module of the file's
+    format.
 
-    model_dir  a directory with config.json; the weights come from the file (written without --linears-only)
-    dtype      of everything that is not quantized; default float32 on CPUs, config.json's type elsewhere
+    model_dir  a directory with config.json, of a pipeline its transformer's; the weights come from the file (written
+               without --linears-only)
+    dtype      of everything that is not quantized; default float32 on CPUs, elsewhere config.json's type or, where that
+               names none, the 16-bit type of the file's other tensors
     kernels    'auto': CUDA kernels for float16 and bfloat16 on a GPU; 'reference': plain torch everywhere
     activations  'int4': W4A4, what the file was made for. 'fp8': W4A8, activations in 8 bits with one scale a token,
                from the same file: closer to the original; on a GPU for Hopper only, faster there from some thousand
@@ -241,7 +244,9 @@ def load_quantized(
         Path(model_dir), quantized.other_tensors, quantized.layers, trust_remote_code
     )
     if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else getattr(tree.config, "dtype", None) or torch.float16
+        kinds = {quantized.file.tensors[name].dtype for name in quantized.other_tensors}
+        own = torch.bfloat16 if torch.bfloat16 in kinds else torch.float16
+        dtype = torch.float32 if device.type == "cpu" else getattr(tree.config, "dtype", None) or own
     for name, path in modules.items():
         n, k, *_ = quantized.layers[name]
         wanted = linear_sizes(tree.get_submodule(path))
@@ -288,7 +293,8 @@ def load_quantized(
 
         generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
         tree.generation_config = generation  # type: ignore[assignment]
-    tree.config.use_cache = True  # type: ignore[union-attr]
+    if hasattr(tree.config, "use_cache"):  # diffusers' configurations have none, and are frozen
+        tree.config.use_cache = True  # type: ignore[union-attr]
     form = quantized.format.name
     tree.svdq_path = path_in_words(device, dtype, kernels, activations, form)  # type: ignore[assignment]
     return tree.eval()

@@ -1,10 +1,10 @@
 """What a model directory is: its files, its module tree without weights, its blocks, its linears.
 
-There is no table of model families. The tree is built by transformers with every parameter on the meta device (buffers
-stay real: rotary tables and position ids are computed, not stored). Blocks are the outermost module lists whose members
-hold linears. A parameter's tensor is found in the files under its own name or with the base model's prefix added or
-removed, as bare and headed checkpoints of one model differ. Which linears share an input is not decided here: it is
-seen when a block runs (svdq.calibration.capture).
+There is no table of model families. The tree is built by transformers, or by diffusers where its config.json says so,
+with every parameter on the meta device (buffers stay real: rotary tables and position ids are computed, not stored).
+Blocks are the outermost module lists whose members hold linears. A parameter's tensor is found in the files under its
+own name or with the base model's prefix added or removed, as bare and headed checkpoints of one model differ. Which
+linears share an input is not decided here: it is seen when a block runs (svdq.calibration.capture).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from svdq import diffusion
 from svdq.checkpoint import ModelFiles, open_file, open_model_dir, read_json, same_bytes
 from svdq.errors import CheckpointError, ConfigError
 from svdq.schema import QUANTIZATION_CONFIG
@@ -45,6 +46,7 @@ class Model:
     keys    parameter or buffer name in the tree → tensor name in the files
     ties    tensor names (as the files would spell them) that are another tensor: {'lm_head.weight': 'model.embed…'}
     blocks  module paths of the repeated blocks, in order
+    adaptive  linears of the blocks that are an adaptive norm's, and not among `linears`: see svdq.diffusion
     """
 
     directory: Path
@@ -55,6 +57,12 @@ class Model:
     ties: dict[str, str]
     blocks: list[str]
     linears: list[Linear]
+    adaptive: list[str]
+
+    @property
+    def is_diffusion(self) -> bool:
+        """A diffusion transformer of diffusers, run on recorded inputs instead of tokens."""
+        return diffusion.is_diffusion(self.config)
 
     @property
     def vocab_size(self) -> int | None:
@@ -77,6 +85,8 @@ def open_model(directory: str | Path, *, trust_remote_code: bool = False) -> Mod
     directory = Path(directory)
     if directory.is_file():
         raise CheckpointError(_not_a_directory(directory))
+    if (directory / "model_index.json").is_file():
+        raise CheckpointError(f"{directory}: a pipeline of diffusers; name its transformer: --subfolder transformer")
     files = open_model_dir(directory)
     config = read_json(directory / "config.json")
     if not isinstance(config, dict):
@@ -86,10 +96,14 @@ def open_model(directory: str | Path, *, trust_remote_code: bool = False) -> Mod
     keys, ties = _match_tensors(directory, config, tree, files.tensors)
     _check_shapes(directory, tree, keys, files)
     _check_ties(directory, ties, files)
-    blocks = _find_blocks(tree)
+    blocks = _find_blocks(tree, several=diffusion.is_diffusion(config))
     if not blocks:
         raise CheckpointError(f"{directory}: no repeated list of blocks with linears found in {type(tree).__name__}")
-    return Model(directory, config, files, tree, keys, ties, blocks, _find_linears(tree, blocks, keys))
+    linears, adaptive = _find_linears(tree, blocks, keys), []
+    if diffusion.is_diffusion(config):
+        adaptive = [linear.name for linear in linears if diffusion.is_adaptive(linear.module)]
+        linears = [linear for linear in linears if not diffusion.is_adaptive(linear.module)]
+    return Model(directory, config, files, tree, keys, ties, blocks, linears, adaptive)
 
 
 def _not_a_directory(path: Path) -> str:
@@ -165,6 +179,9 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def _build_tree(directory: Path, config: dict, trust_remote_code: bool) -> nn.Module:
+    if diffusion.is_diffusion(config):
+        with _meta_parameters(), torch.random.fork_rng(devices=[]):
+            return diffusion.build(directory, config).requires_grad_(False).eval()
     import transformers
 
     named = config.get("architectures") or []
@@ -283,8 +300,11 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
     return (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)
 
 
-def _find_blocks(tree: nn.Module) -> list[str]:
-    """Members of the outermost module lists that hold linears; lists inside blocks (experts) are not blocks."""
+def _find_blocks(tree: nn.Module, *, several: bool) -> list[str]:
+    """Members of the outermost module lists that hold linears; lists inside blocks (experts) are not blocks.
+
+    several  whether more than one list is allowed
+    """
     lists: list[list[str]] = []
 
     def walk(module: nn.Module, path: str) -> None:
@@ -296,13 +316,13 @@ def _find_blocks(tree: nn.Module) -> list[str]:
                 walk(child, where)
 
     walk(tree, "")
-    if len(lists) > 1:
+    if len(lists) > 1 and not several:
         named = ", ".join(f"{members[0].rpartition('.')[0]} ({len(members)})" for members in lists)
         raise CheckpointError(
             f"{type(tree).__name__}: found {len(lists)} lists of blocks: {named}; "
             "svdq streams models with one list of blocks"
         )
-    return lists[0] if lists else []
+    return [block for members in lists for block in members]
 
 
 def _find_linears(tree: nn.Module, blocks: list[str], keys: dict[str, str]) -> list[Linear]:
@@ -325,19 +345,19 @@ def _find_linears(tree: nn.Module, blocks: list[str], keys: dict[str, str]) -> l
 
 
 def materialize(
-    model: Model, module_path: str, device: torch.device, dtype: torch.dtype, *, skip: str | None = None
+    model: Model, module_path: str, device: torch.device, dtype: torch.dtype, *, skip: Collection[str] = ()
 ) -> None:
     """Give the parameters and stored buffers under a module real values from the files.
 
     module_path  '' for the whole tree
     dtype        floating parameters are cast to it
-    skip         a module path whose parameters are left alone
+    skip         module paths whose parameters are left alone
     """
     module = model.tree.get_submodule(module_path)
     loaded: dict[str, nn.Parameter] = {}
     for path, owner in module.named_modules():
         full = ".".join(part for part in (module_path, path) if part)
-        if skip is not None and (full == skip or full.startswith(skip + ".")):
+        if any(full == left or full.startswith(left + ".") for left in skip):
             continue
         for name, parameter in owner._parameters.items():
             if parameter is None or parameter.device.type != "meta":
@@ -355,11 +375,11 @@ def materialize(
             )
 
 
-def release(model: Model, module_path: str, *, skip: str | None = None) -> None:
+def release(model: Model, module_path: str, *, skip: Collection[str] = ()) -> None:
     """Put the parameters under a module back on the meta device."""
     for path, owner in model.tree.get_submodule(module_path).named_modules():
         full = ".".join(part for part in (module_path, path) if part)
-        if skip is not None and (full == skip or full.startswith(skip + ".")):
+        if any(full == left or full.startswith(left + ".") for left in skip):
             continue
         for name, parameter in owner._parameters.items():
             if parameter is not None:

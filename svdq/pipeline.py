@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from svdq import __version__, preflight
 from svdq.assemble import assemble, write_block
-from svdq.calibration.capture import BlockStream, BlockSums, record_block
-from svdq.calibration.data import TokenData, batches
-from svdq.calibration.sources import locate
+from svdq.calibration.capture import BlockSums, record_block
+from svdq.calibration.data import TokenData
+from svdq.calibration.diffusion import open_stream, pieces
+from svdq.calibration.recorded import CalibrationData, data_identity
 from svdq.calibration.states import Room
 from svdq.calibration.store import Store
 from svdq.checkpoint import open_file, read_json, write_json
@@ -49,21 +49,10 @@ def _silent(stage: str, done: int, total: int) -> None:
 # ---------------------------------------------------------------------------------------------- calibrate
 
 
-def data_identity(data: TokenData) -> dict[str, Any]:
-    """What the store and the file record of the data; of a local path the name alone, so that no machine shows."""
-    return {
-        "source": data.source if locate(data.source)[0] == "hub" else Path(data.source).name,
-        "rows": data.rows_used,
-        "sequences": len(data.sequences),
-        "tokens": data.tokens,
-        "sha256": data.sha256(),
-    }
-
-
 def _record_blocks(
     model: Model,
     linears: list[Linear],
-    data: TokenData,
+    data: CalibrationData,
     config: CalibrationConfig,
     device: torch.device,
     have: Callable[[int], bool],
@@ -75,7 +64,7 @@ def _record_blocks(
     if not needed:
         return
     dtype = compute_dtype(model, device)
-    stream = BlockStream(model, batches(ranks.share(data.sequences), TOKENS_PER_BATCH), device, dtype, room)
+    stream = open_stream(model, pieces(model, ranks.share(data.sequences), TOKENS_PER_BATCH), device, dtype, room)
     for visit in stream:
         if have(visit.block):
             if visit.last:
@@ -103,7 +92,7 @@ class CalibrationSummary:
 def calibrate(
     model: Model,
     out: str | Path,
-    data: TokenData,
+    data: CalibrationData,
     config: CalibrationConfig,
     *,
     linears: list[Linear] | None = None,
@@ -136,7 +125,8 @@ def calibrate(
     ranks.agree(lambda: preflight.check_spill(out, spilled))
     store = ranks.agree(lambda: Store.create_or_resume(out, identity, len(model.blocks)))
     total, done = len(model.blocks), 0
-    ranks.agree(lambda: store.keep_tokens(data.sequences))
+    if isinstance(data, TokenData):
+        ranks.agree(lambda: store.keep_tokens(data.sequences))
     there = ranks.agree(lambda: {block for block in range(total) if store.has(block)})
     progress("calibrate", 0, total)
     if not store.manifest.get("finished"):
@@ -182,7 +172,7 @@ def quantize(
     config: QuantConfig,
     *,
     store: Store | None = None,
-    data: TokenData | None = None,
+    data: CalibrationData | None = None,
     calibration: CalibrationConfig | None = None,
     device: torch.device | str = "cpu",
     progress: Progress = _silent,
@@ -291,7 +281,7 @@ def _calibration_identity(
     the_plan: Plan,
     quantization: QuantConfig,
     store: Store | None,
-    data: TokenData | None,
+    data: CalibrationData | None,
     calibration: CalibrationConfig | None,
 ) -> tuple[dict, dict]:
     """(activation side, data fingerprint), after checking that the store fits the model, the selection, the format."""

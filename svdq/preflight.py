@@ -30,7 +30,7 @@ class Plan:
     """What a run will do, known before any weight is read."""
 
     linears: list[Linear]
-    left_16bit: list[str]  # linears inside blocks that the patterns leave out
+    left_16bit: list[str]  # linears inside blocks that the patterns leave out, and adaptive norms
     output_bytes: int
     work_bytes: int
 
@@ -70,7 +70,7 @@ def plan(model: Model, config: QuantConfig) -> Plan:
     chosen_names = {linear.name for linear in chosen}
     return Plan(
         linears=chosen,
-        left_16bit=[name for name in names if name not in chosen_names],
+        left_16bit=[name for name in names if name not in chosen_names] + model.adaptive,
         output_bytes=work + other,
         work_bytes=work,
     )

@@ -132,6 +132,11 @@ def verification_text(report: Report, most: int = 15) -> str:
                 f"perplexity on {output.source} ({output.tokens:,} tokens): original {output.original:.2f}, "
                 f"{name} {output.quantized:.2f} ({output.quantized / output.original:.3f} x)"
             )
+        elif output.output_error is not None:
+            lines.append(
+                f"the transformer's output on {output.source} ({output.tokens:,} tokens): relative error "
+                f"{percent(output.output_error)}"
+            )
         else:
             lines.append(
                 f"final states on {output.source} ({output.tokens:,} tokens): relative error "

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from svdq.calibration.capture import BlockStream, token_rows, watch_inputs
-from svdq.calibration.data import TokenData, batches
+from svdq.calibration.capture import token_rows, watch_inputs
+from svdq.calibration.diffusion import open_stream, pieces
+from svdq.calibration.recorded import CalibrationData
 from svdq.calibration.store import Store
 from svdq.checkpoint import same_bytes
 from svdq.details import Details, quantizer_report
@@ -33,6 +33,7 @@ from svdq.formats import FORMATS
 from svdq.kernels.reference import w4a4_linear
 from svdq.layer_checks import KernelLinear, kernel_dtype, layer_errors, ratio, require_kernels
 from svdq.models import Linear, Model, compute_dtype, read_weight
+from svdq.outputs import OutputReport, compare_outputs
 from svdq.quantized import Layer, QuantizedFile
 from svdq.store_checks import Change, WhatIf, check_on_store, plan_changes
 
@@ -65,18 +66,6 @@ class LayerReport:
     token_error: float | None = None
     store_error: float | None = None
     quantizer: dict[str, Any] | None = None
-
-
-@dataclass
-class OutputReport:
-    """The whole model on one text: perplexities for a causal LM, else how far the final states are apart."""
-
-    source: str
-    tokens: int
-    original: float | None = None
-    quantized: float | None = None
-    state_error: float | None = None
-    state_cosine: float | None = None
 
 
 @dataclass
@@ -119,7 +108,7 @@ def verify(
     model: Model,
     quantized: QuantizedFile,
     *,
-    data: list[TokenData] | None = None,
+    data: Sequence[CalibrationData] | None = None,
     store: Store | None = None,
     changes: Sequence[Change] = (),
     thresholds: Thresholds | None = None,
@@ -202,7 +191,7 @@ def failures(report: Report, thresholds: Thresholds) -> list[str]:
         if limit is not None and not row.quantization_error <= limit:
             found.append(f"{row.name}: quantization error {row.quantization_error:.3f}, wanted at most {limit}")
     for output in report.outputs:
-        numbers = (output.original, output.quantized, output.state_error, output.state_cosine)
+        numbers = (output.original, output.quantized, output.state_error, output.state_cosine, output.output_error)
         if not all(math.isfinite(number) for number in numbers if number is not None):
             found.append(f"{output.source}: the outputs are not finite")
         limit = thresholds.perplexity_ratio
@@ -352,7 +341,7 @@ def _reference_forward(layer: Layer) -> Callable[[Tensor], Tensor]:
 def _verify_on_data(
     model: Model,
     quantized: QuantizedFile,
-    data: list[TokenData],
+    data: Sequence[CalibrationData],
     report: Report,
     details: Details,
     device: torch.device,
@@ -360,14 +349,15 @@ def _verify_on_data(
     progress: Callable[[str, int, int], None],
 ) -> None:
     """half: what the CUDA kernels' inputs are cast to, or None for the reference."""
-    parts = [batches(source.sequences, TOKENS_PER_BATCH) for source in data]
+    parts = [pieces(model, source.sequences, TOKENS_PER_BATCH) for source in data]
     calibrated = quantized.meta("svdq.calibration", dict)
     for source in data:
         if source.sha256() == calibrated.get("sha256"):
-            report.notes.append(f"{source.source}: these are the calibration tokens, not held-out ones")
+            what = "calls" if model.is_diffusion else "tokens"
+            report.notes.append(f"{source.source}: these are the calibration {what}, not held-out ones")
     owner = [number for number, part in enumerate(parts) for _ in part]
     details.enter("original model")
-    stream = BlockStream(model, [batch for part in parts for batch in part], device, compute_dtype(model, device))
+    stream = open_stream(model, [batch for part in parts for batch in part], device, compute_dtype(model, device))
     states = [hidden.clone() for hidden in stream.hidden]
     linears = [linear for linear in model.linears if linear.name in quantized.layers]
     done = 0
@@ -411,38 +401,4 @@ def _verify_on_data(
         progress("verify", done, stream.visits)
         details.enter("original model", device)
     details.enter("outputs")
-    _compare_outputs(model, stream, states, owner, data, report)
-
-
-def _compare_outputs(
-    model: Model, stream: BlockStream, states: list[Tensor], owner: list[int], data: list[TokenData], report: Report
-) -> None:
-    if model.is_causal_lm:
-        losses = [[0.0, 0.0] for _ in data]
-        counts = [[0, 0] for _ in data]
-        position = [0, 0]
-
-        def consume(which: int, batch: Tensor, logits: Tensor) -> None:
-            source = owner[position[which]]
-            position[which] += 1
-            for row, ids in zip(logits, batch.to(logits.device), strict=True):
-                losses[source][which] += functional.cross_entropy(row[:-1].float(), ids[1:], reduction="sum").item()
-                counts[source][which] += len(ids) - 1
-
-        stream.finish(consume, [stream.hidden, states])
-        for source, loss, count in zip(data, losses, counts, strict=True):
-            original, quantized = (
-                torch.tensor(a / b, dtype=torch.float64).exp().item() for a, b in zip(loss, count, strict=True)
-            )
-            report.outputs.append(OutputReport(source.source, source.tokens, original, quantized))
-        return
-    outputs: list[list[Tensor]] = [[], []]
-    stream.finish(
-        lambda which, batch, out: outputs[which].append(out.flatten(0, -2).double().cpu()), [stream.hidden, states]
-    )
-    for number, source in enumerate(data):
-        a, b = (torch.cat([out for out, o in zip(side, owner, strict=True) if o == number]) for side in outputs)
-        cosine = functional.cosine_similarity(a, b, dim=1).mean().item()
-        report.outputs.append(
-            OutputReport(source.source, source.tokens, state_error=ratio(b - a, a), state_cosine=cosine)
-        )
+    report.outputs += compare_outputs(model, stream, states, owner, data)

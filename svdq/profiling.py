@@ -44,6 +44,9 @@ def peak_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")  # Linux; its ru_maxrss would be the parent's, if that had more at the fork
+    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
     try:
         from resource import RUSAGE_SELF, getrusage
     except ImportError:  # Windows

@@ -97,7 +97,7 @@ def graph_of(functions):
     return graph, results
 
 
-def medians(candidates, calls, rounds=13):
+def medians(candidates, calls, rounds=11):
     """Microseconds a call of every graph, taken in turn; (median, largest − smallest) each."""
     times = {name: [] for name in candidates}
     for _ in range(rounds):
@@ -137,7 +137,7 @@ def candidates_of(n, k):
     }  # fmt: skip
 
 
-def timed(candidates, m, k, calls=24):
+def timed(candidates, m, k, calls=96):
     inputs = {
         name: torch.randn(m, k, device=CUDA).to(torch.bfloat16 if name == "int4pack" else DTYPE) for name in candidates
     }
@@ -178,7 +178,7 @@ def main():
     known = f"CUDA driver {version // 1000}.{version % 1000 // 10}, torch {torch.__version__}"
     print(f"{torch.cuda.get_device_name()}, {known}; x {DTYPE}, groups of {GROUP} with zero points")
     print(
-        "\nrelative error of y:  quantization (nearest, normal weights)    kernel, float32 outputs    rounded to float16"
+        "\nrelative error of y:  quantization (nearest, normal weights)    kernel, float32 outputs   rounded to float16"
     )
     for name, bits in BITS.items():
         worst = [max(pair) for pair in zip(*(check(m, 4096, 4096, bits) for m in (1, 4, 32, 64)), strict=True)]

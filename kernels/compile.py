@@ -161,7 +161,7 @@ def weight_only_tile(bits: int, m: int, group: int) -> WeightOnlyTile:
     """For m tokens; of 8 bits the group does not matter. Sizes are those that were fastest on an H200."""
     if m > 8:
         return WeightOnlyTile(bits, 32, 32, 8 if bits == 4 else 16, 2, bits == 4)
-    return WeightOnlyTile(4, 32, 8, 8, 2, group < 128) if bits == 4 else WeightOnlyTile(8, 16, 8, 16, 2, False)
+    return WeightOnlyTile(4, 32, 8, 8, 3, group < 128) if bits == 4 else WeightOnlyTile(8, 16, 8, 16, 2, False)
 
 
 def weight_only_kernel(scalar: str, tile: WeightOnlyTile) -> Kernel:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from svdq.grid import unpack_nibbles
 from svdq.kernels import compile as kernels
 from svdq.kernels import layout
 from svdq.kernels.launch import launch
@@ -60,7 +61,8 @@ class Weight:
         if self.bits == 8:
             return self.codes.to(dtype) * self.scales.to(dtype)
         zeros = 8 if self.zeros is None else self.zeros.to(dtype)[..., None]
-        grouped = unpack_words(self.codes).to(dtype).unflatten(-1, (-1, self.group))
+        codes = unpack_nibbles(self.codes.view(torch.uint8)) & 0xF  # bytes of a word are little-endian
+        grouped = codes.to(dtype).unflatten(-1, (-1, self.group))
         return ((grouped - zeros) * self.scales.to(dtype)[..., None]).flatten(-2)
 
 
@@ -68,18 +70,6 @@ class Weight:
 class LowRank:
     down: Tensor
     up: Tensor
-
-
-def pack_words(codes: Tensor) -> Tensor:
-    """Codes 0..15 (n, k) → int32 (n, k/8), the lowest k in the lowest bits."""
-    words = (codes.to(torch.int64).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
-    return words.to(torch.int32)  # modulo 2^32
-
-
-def unpack_words(words: Tensor) -> Tensor:
-    """The inverse of `pack_words`: int32 (n, k/8) → uint8 (n, k)."""
-    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(-2)
 
 
 # ------------------------------------------------------------------------------------------- the operators

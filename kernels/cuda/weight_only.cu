@@ -7,21 +7,21 @@
 //   t        (m, rank) float32, up (n, rank) float16, rank a multiple of 8 or 0; bias (n) SCALAR or null
 //   y        (m, n) SCALAR, or float32 if wide
 //
-// weight_hat = (code − zero) · scale, with group codes of a row to a scale and a zero point: 32, 64 or a multiple of 128,
-// or all of the row.
+// weight_hat = (code − zero) · scale, with 2^group_shift codes of a row to a scale and a zero point: 32, 64, 128, or more
+// than k for the whole row.
 //
-// A block owns 32 rows of W (blockIdx.x) and 8 · TILES rows of x (blockIdx.y); its warps take turns in the tiles of k.
-// Weights are operand a of the tensor cores, as integers: code − zero is exact in 16 bits, so that only the float32 sums
-// round; a group's sum is scaled once. Any order of k will do that is the same in both operands: a lane copies 16 bytes
-// of a row g and of g + 8, g = lane / 4, into shared memory (STAGES tiles on their way, each lane's own: no barrier), and
-// the four lanes of a row have 128 codes of 4 bits, or 64 of 8, of it. Its words then meet the k's of x that they hold.
-// Where a group is less than 128 codes, the lanes first exchange words so that all four hold codes of one group; with
-// many rows of x too, as neighbouring lanes then read neighbouring x.
+// A block owns 16 · STRIPS rows of W (blockIdx.x) and 8 · TILES rows of x (blockIdx.y); its warps take turns in the tiles
+// of k. Weights are operand a of the tensor cores, as integers: code − zero is exact in 16 bits, so that only the float32
+// sums round; a group's sum is scaled once. A lane copies 16 bytes of a row g and of g + 8, g = lane / 4, into shared
+// memory, STAGES tiles on their way, so that the four lanes of a row have 128 codes of 4 bits, or 64 of 8, of it. Any
+// order of k will do that is the same in both operands: the lane multiplies the codes that it has copied by the x that
+// belongs to them, and needs no barrier. A group of less than 128 codes must not meet another one in a product: there
+// (TURNED) the four lanes take a word each of what one of them has copied. With many rows of x too: neighbouring lanes
+// then read neighbouring x.
 // The weights are on their way before the kernel that makes x has ended. Warps' sums are added in their order.
 #include "common.cuh"
 
 constexpr int THREADS = WARPS * 32;
-
 constexpr int ROWS = STRIPS * 16;
 constexpr int STEPS = BITS == 4 ? 4 : 2;  // of a tile, each of eight k to a lane
 constexpr int TILE_K = STEPS * 32;
@@ -33,6 +33,7 @@ constexpr int ROW_STRIDE = ROWS + 4;             // so that sums on their way to
 constexpr int STAGE_VECTORS = STRIPS * 2 * THREADS;
 constexpr int RING_BYTES = STAGES * STAGE_VECTORS * 16;
 static_assert(TILES == 1 || TURNED || BITS == 8, "many rows read x by neighbours");
+static_assert(SCALED_GROUPS % (WARPS * TILE_K / 32) == 0, "what the warps' tiles need next is staged whole");
 static_assert(!TURNED || BITS == 4, "groups of 8-bit codes are rows");
 static_assert(WARPS * TOKENS * ROW_STRIDE * 4 <= SHARED_BYTES && RING_BYTES + (SCALED ? ROWS * SCALE_STRIDE * 4 : 0) <= SHARED_BYTES,
               "shared memory");
@@ -106,7 +107,7 @@ __device__ __forceinline__ u32 word_of(const uint4& words, int i) { return i == 
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 2 : 1)
     weight_only(const SCALAR* x, long long x_stride, const uint4* __restrict__ qweight, const u16* __restrict__ scales,
-                const unsigned char* __restrict__ zeros, const float* t, const uint4* __restrict__ up, const SCALAR* __restrict__ bias,
+                const unsigned char* __restrict__ zeros, const float* t, const uint4* up, const SCALAR* bias,
                 SCALAR* y, int m, int n, int k, int group_shift, int rank, int wide) {
     extern __shared__ __align__(16) unsigned char shared[];
     uint4* ring = reinterpret_cast<uint4*>(shared);  // [stage][strip][half of its rows][thread]
@@ -212,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 2 : 1)
         u32 staged_word[STRIPS][2];  // of rows g, g + 8
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            const u32 BYTE_ZERO = narrow(SCALAR(), -128.f / UNIT, -128.f / UNIT);
+            const u32 byte_zero = narrow(SCALAR(), -128.f / UNIT, -128.f / UNIT);
             if (SCALED && (TURNED || step == 0)) {
                 const int here = min((tile * TILE_K + step * 32) >> group_shift, groups - 1) - staged_from;
 #pragma unroll
@@ -223,11 +224,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 2 : 1)
             for (int s = 0; s < STRIPS; s++) {
                 if (BITS == 4) {
                     const u32* turned = reinterpret_cast<const u32*>(stage + 2 * s * THREADS + warp * 32 + step * 8 + g) + c;
-                    unpack_nibbles(upper[s], TURNED ? turned[0] : word_of(words[s][0], step), __byte_perm(staged_word[s][0], 0, 0x3232));
-                    unpack_nibbles(lower[s], TURNED ? turned[THREADS * 4] : word_of(words[s][1], step), __byte_perm(staged_word[s][1], 0, 0x3232));
+                    const u32 zero[2] = {__byte_perm(staged_word[s][0], 0, 0x3232), __byte_perm(staged_word[s][1], 0, 0x3232)};
+                    unpack_nibbles(upper[s], TURNED ? turned[0] : word_of(words[s][0], step), zero[0]);
+                    unpack_nibbles(lower[s], TURNED ? turned[THREADS * 4] : word_of(words[s][1], step), zero[1]);
                 } else {
-                    unpack_bytes(upper[s], word_of(words[s][0], 2 * step), word_of(words[s][0], 2 * step + 1), BYTE_ZERO);
-                    unpack_bytes(lower[s], word_of(words[s][1], 2 * step), word_of(words[s][1], 2 * step + 1), BYTE_ZERO);
+                    unpack_bytes(upper[s], word_of(words[s][0], 2 * step), word_of(words[s][0], 2 * step + 1), byte_zero);
+                    unpack_bytes(lower[s], word_of(words[s][1], 2 * step), word_of(words[s][1], 2 * step + 1), byte_zero);
                 }
             }
 #pragma unroll

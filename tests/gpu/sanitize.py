@@ -15,7 +15,7 @@ import torch
 from oracle import DEVICE, HALVES, ON_GPU, READY, inputs, layer, normal
 from torch import Tensor
 
-from svdq.kernels import hopper
+from svdq.kernels import hopper, weight_only  # noqa: F401  its operators
 from svdq.linear import W4A4Linear, W4A4LinearGroup
 
 HOPPER = not ON_GPU or (READY and hopper.runs_on(DEVICE))
@@ -72,6 +72,27 @@ def siblings(dtype: torch.dtype) -> Iterator[str]:
             yield f"siblings of {m} rows, {activations}, {dtype}"
 
 
+def weights_alone(dtype: torch.dtype) -> Iterator[str]:
+    """W4A16 and W8A16: k no multiple of a tile, more groups than are staged at once, rows no multiple of a block."""
+    for m in (1, 3, 8, 9, 40, 65):
+        for n, k, group in ((33, 192, 64), (40, 4224, 32), (97, 1152, 128), (17, 96, 96)):
+            wide = torch.empty(m, k + 8, dtype=dtype)
+            wide[:, :k] = inputs("random", m, k, dtype)
+            x = wide.to(DEVICE)[:, :k]
+            words, codes = (
+                torch.randint(0, 127, (n, size), dtype=kind) for size, kind in ((k // 8, torch.int32), (k, torch.int8))
+            )
+            scales, rank = (
+                torch.rand(n, k // group).half().to(DEVICE),
+                [normal(size, 16).half().to(DEVICE) for size in (k, n)],
+            )
+            zeros, bias = torch.ones(n, k // group, dtype=torch.uint8).to(DEVICE), normal(n).to(dtype).to(DEVICE)
+            torch.ops.svdq.w4a16_linear(x, words.to(DEVICE), scales, zeros, group, *rank, bias)
+            torch.ops.svdq.w4a16_linear(x, words.to(DEVICE), scales, None, group, None, None, None, torch.float32)
+            torch.ops.svdq.w8a16_linear(x, codes.to(DEVICE), scales[:, :1].contiguous(), *rank, bias)
+            yield f"weights alone {m} x {n} x {k}, groups of {group}, {dtype}"
+
+
 def heads(dtype: torch.dtype) -> Iterator[str]:
     for tokens, q_heads, k_heads, d, positions in HEADS:
         fused = normal(tokens, (q_heads + 2 * k_heads) * d).to(dtype).to(DEVICE)
@@ -89,7 +110,7 @@ def main() -> int:
         print("no CUDA device", file=sys.stderr)
         return 2
     for dtype in HALVES:
-        for done in (*linears(dtype), *siblings(dtype), *heads(dtype)):
+        for done in (*linears(dtype), *siblings(dtype), *weights_alone(dtype), *heads(dtype)):
             print(done, flush=True)
     if ON_GPU:
         torch.cuda.synchronize()

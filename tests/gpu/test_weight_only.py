@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import DEVICE, HALVES, ON_GPU, READY, D, check, normal, rng
 
+from svdq.formats import pack_words
 from svdq.kernels import weight_only
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not READY, reason="no CUDA device")]
@@ -52,7 +53,7 @@ def arguments(n, k, group, symmetric, rank, bias, dtype, seed=0):
     zeros = None if symmetric else torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.uint8).to(DEVICE)
     weight_hat = codes.to(D) - (8 if symmetric else zeros.to(D).repeat_interleave(group, 1))
     weight_hat *= scales.to(D).repeat_interleave(group, 1)
-    return "w4a16_linear", (weight_only.pack_words(codes), scales, zeros, group, *low_rank, offset), weight_hat
+    return "w4a16_linear", (pack_words(codes.to(torch.int8)), scales, zeros, group, *low_rank, offset), weight_hat
 
 
 def wanted(x, operands, weight_hat):

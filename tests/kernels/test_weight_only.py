@@ -4,9 +4,10 @@ import emulate
 import pytest
 import torch
 
+from svdq.formats import pack_words, unpack_words
 from svdq.kernels import compile as kernels
 from svdq.kernels import weight_only
-from svdq.kernels.weight_only import Weight, pack_words, unpack_words
+from svdq.kernels.weight_only import Weight
 
 HALF, D = torch.float16, torch.float64
 
@@ -23,14 +24,14 @@ def numbers(low, high, *shape, seed=0, dtype=torch.int64):
 
 
 def test_the_lowest_k_is_the_lowest_nibble_of_a_word():
-    codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [15, 0, 0, 0, 0, 0, 0, 15]])
-    assert pack_words(codes).tolist() == [[0x87654321 - 2**32], [0xF000000F - 2**32]]
-    assert torch.equal(unpack_words(pack_words(codes)).to(codes.dtype), codes)
+    words = torch.tensor([[0x87654321 - 2**32, 0x0FEDCBA9, -1, 0]], dtype=torch.int32)
+    zeros, scales = torch.zeros(1, 1, dtype=torch.uint8), torch.ones(1, 1).half()
+    assert Weight(4, words, scales, zeros, 32).dequantized().tolist() == [[*range(1, 16), 0, *[15] * 8, *[0] * 8]]
 
 
 def w4_by_hand(zeros):
     """k = 64 in two groups of 32, all codes 3 but the first of each group; scales 1/2 and 2."""
-    codes = torch.full((1, 64), 3)
+    codes = torch.full((1, 64), 3, dtype=torch.int8)
     codes[0, 0], codes[0, 32] = 15, 0
     return pack_words(codes), torch.tensor([[0.5, 2.0]]).half(), zeros, 32
 
@@ -70,7 +71,7 @@ def test_an_8_bit_linear_of_two_rows():
 def w4(n=96, k=192, group=64, rank=16, dtype=HALF):
     return {
         "x": normal(3, k).to(dtype),
-        "qweight": pack_words(numbers(0, 16, n, k)),
+        "qweight": pack_words(numbers(0, 16, n, k, dtype=torch.int8)),
         "w_scales": (normal(n, k // group).abs() * 0.01 + 0.001).half(),
         "w_zeros": numbers(0, 16, n, k // group, seed=1, dtype=torch.uint8),
         "group": group,
@@ -187,34 +188,33 @@ def emulator(tmp_path_factory):
     return emulate.Emulator(tmp_path_factory.mktemp("weight_only"), 900)
 
 
-CASES = [  # m, k, group (0: 8 bits), rank, types: each kernel, each way through it
-    (1, 1152, 128, 8, (HALF, torch.bfloat16)),
-    (3, 192, 192, 0, (HALF,)),
-    (8, 2144, 32, 3, (HALF,)),
-    (35, 1088, 64, 0, (torch.bfloat16,)),
-    (2, 1056, 0, 0, (torch.bfloat16,)),
-    (9, 96, 0, 16, (HALF,)),
+CASES = [  # m, k, group (0: 8 bits), rank, type: each kernel, each way through it
+    (1, 1152, 128, 8, HALF),
+    (3, 192, 192, 0, HALF),
+    (8, 2144, 32, 3, torch.bfloat16),
+    (35, 1088, 64, 0, torch.bfloat16),
+    (2, 1056, 0, 0, torch.bfloat16),
+    (9, 96, 0, 16, HALF),
 ]
 
 
 @pytest.mark.skipif(emulate.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize(("m", "k", "group", "rank", "types"), CASES)
-def test_the_kernels_text_gives_the_product_of_the_dequantized_weight(monkeypatch, emulator, m, k, group, rank, types):
+@pytest.mark.parametrize(("m", "k", "group", "rank", "dtype"), CASES)
+def test_the_kernels_text_gives_the_product_of_the_dequantized_weight(monkeypatch, emulator, m, k, group, rank, dtype):
     monkeypatch.setattr(weight_only, "launch", emulator.launch)
     n = 33
-    for dtype in types:
-        made = w4(n, k, group, rank, dtype) if group else w8(n, k, rank, dtype)
-        made |= {"x": normal(m, k + 8).to(dtype)[:, :k], "dtype": torch.float32}
-        if group == 192:
-            made |= {"w_zeros": None, "bias": None}
-        run = weight_only.w4a16_linear if group else weight_only.w8a16_linear
-        codes = unpack_words(made["qweight"]) if group else made["qweight"]
-        zeros = 0 if not group else 8 if made["w_zeros"] is None else made["w_zeros"].to(D).repeat_interleave(group, 1)
-        scales = made["w_scales"].to(D).repeat_interleave(group or k, 1)
-        x = made["x"].to(D)
-        wanted = x @ ((codes.to(D) - zeros) * scales).t() + x @ made["proj_down"].to(D) @ made["proj_up"].to(D).t()
-        wanted += 0 if made["bias"] is None else made["bias"].to(D)
-        assert ((run(*made.values()) - wanted).norm() / wanted.norm()).item() < 1e-6  # sums in float32
+    made = w4(n, k, group, rank, dtype) if group else w8(n, k, rank, dtype)
+    made |= {"x": normal(m, k + 8).to(dtype)[:, :k], "dtype": torch.float32}
+    if group == 192:
+        made |= {"w_zeros": None, "bias": None}
+    run = weight_only.w4a16_linear if group else weight_only.w8a16_linear
+    codes = unpack_words(made["qweight"]) if group else made["qweight"]
+    zeros = 0 if not group else 8 if made["w_zeros"] is None else made["w_zeros"].to(D).repeat_interleave(group, 1)
+    scales = made["w_scales"].to(D).repeat_interleave(group or k, 1)
+    x = made["x"].to(D)
+    wanted = x @ ((codes.to(D) - zeros) * scales).t() + x @ made["proj_down"].to(D) @ made["proj_up"].to(D).t()
+    wanted += 0 if made["bias"] is None else made["bias"].to(D)
+    assert ((run(*made.values()) - wanted).norm() / wanted.norm()).item() < 1e-6  # sums in float32
 
 
 @pytest.mark.skipif(emulate.COMPILER is None, reason="no C++ compiler")

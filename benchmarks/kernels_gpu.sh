@@ -30,6 +30,7 @@ part build "$python" -m svdq.cli.main kernels --build "$("$python" -c 'import to
 from svdq.kernels.compile import architecture
 print(architecture(torch.cuda.get_device_capability()))')"
 part times "$python" "$repository/benchmarks/kernels.py"
+part nvfp4 "$python" "$repository/benchmarks/nvfp4.py"
 part tests "$python" -m pytest -p no:cacheprovider -W ignore -m gpu --rootdir "$repository" -c "$repository/pyproject.toml" \
   "$repository/tests/gpu" -q --durations=5 --tb=short
 if [ ${#smollm2[@]} -gt 0 ]; then part smollm2 "$python" "$repository/benchmarks/smollm2_kernels.py" "${smollm2[@]}"; fi

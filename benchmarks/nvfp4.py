@@ -12,6 +12,7 @@ import torch
 
 from kernels import CACHE_BYTES, CUDA, graph_of, medians
 from svdq import nvfp4
+from svdq.grid import pack_nibbles, unpack_nibbles
 from svdq.kernels import nvfp4 as ops
 from svdq.rounding import ActivationTransform
 
@@ -43,9 +44,9 @@ def random_linear(n, k, seed=0):
         return torch.randn(shape, generator=generator, device=CUDA)
 
     codes = torch.randint(0, 16, (n, k), generator=generator, device=CUDA, dtype=torch.uint8)
-    scales = nvfp4.round_scales(normal(n, k // nvfp4.GROUP).abs() * 60 + 30).to(nvfp4.SCALE_DTYPE)
+    scales = (normal(n, k // nvfp4.GROUP).abs() * 60 + 30).to(torch.float8_e4m3fn)
     canonical = (
-        nvfp4.pack_codes(codes),
+        pack_nibbles(codes),
         scales,
         torch.full((n,), 2.0**-13, device=CUDA),
         (normal(k, RANK) * 0.02).half(),
@@ -59,7 +60,7 @@ def random_linear(n, k, seed=0):
 def check(m, k, n):
     """Largest relative Frobenius error of float32 outputs against float64; inputs with and without outliers."""
     (qweight, scales, wcscale, down, up, transform, bias), packed = random_linear(n, k)
-    weight = nvfp4.weight_hat(nvfp4.unpack_codes(qweight), scales, wcscale, torch.float64)
+    weight = nvfp4.decode(unpack_nibbles(qweight), scales, torch.float64) * wcscale[:, None]
     worst = 0.0
     for outlier in (1.0, 100.0):
         x = torch.randn(m, k, device=CUDA)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from svdq import nvfp4
+from svdq.grid import unpack_nibbles
 from svdq.kernels import compile as kernels
 from svdq.kernels import layout, ops
 from svdq.kernels.compile import Kernel
@@ -33,7 +34,7 @@ from svdq.kernels.launch import launch
 from svdq.rounding import ActivationTransform
 
 FEW_TOKENS = 64
-E4M3 = nvfp4.SCALE_DTYPE
+E4M3 = torch.float8_e4m3fn
 OUT = (torch.float16, torch.bfloat16, torch.float32)  # as the kernels number them
 
 
@@ -271,7 +272,7 @@ def pack(
     if proj_down is None or proj_up is None:
         proj_down, proj_up = (qweight.new_empty((size, 0), dtype=torch.float16) for size in (k, n))
     rank = layout.round_up(proj_up.shape[1], layout.RANK_TILE)
-    codes = layout.pad(nvfp4.unpack_codes(qweight).view(torch.int8), padded_n, padded_k)
+    codes = layout.pad(unpack_nibbles(qweight), padded_n, padded_k)
     one = 0x38  # 1 in E4M3
     scales = layout.pad(w_scales.view(torch.uint8), padded_n, padded_k // nvfp4.GROUP, value=one)
 

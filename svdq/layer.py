@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from svdq import nf4
+from svdq import nf4, nvfp4
 from svdq.config import LayerConfig
 from svdq.errors import NumericsError
 from svdq.gptq import coordinate_descent, gptq, inverse_factor, upper_cholesky
@@ -284,12 +284,8 @@ def nearest_report(error: float, repairs: list[str]) -> dict[str, Any]:
 
 
 def _units(weight: Tensor, stack: _Stack) -> Tensor:
-    """(n,) float32: of each linear the factor that puts its largest weight at E2M1's end times E4M3's."""
-    unit = weight.new_empty(len(weight))
-    for rows in stack.rows:
-        largest = weight[rows].abs().amax()
-        unit[rows] = torch.where(largest > 0, largest / (6.0 * 448.0), 1.0)
-    return unit
+    """(n,) float32: each linear's factor of NVFP4."""
+    return torch.cat([nvfp4.tensor_factor(weight[rows]) for rows in stack.rows])
 
 
 class _Stack:

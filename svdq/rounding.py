@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from svdq import nvfp4
 from svdq.config import ACTIVATION_GROUP
-from svdq.grid import E2M1, INT4_ACTIVATION, Grid
+from svdq.grid import INT4_ACTIVATION, Grid
 
 SCALE_FRACTIONS = tuple(round(0.60 + 0.04 * i, 2) for i in range(11))
+E2M1_FRACTIONS = tuple(round(1.08**i, 2) for i in range(-3, 9))  # at 1.5 the largest becomes 4, not 6: steps are even
 _CACHED_GROUPS = 512  # two buffers of 64 x 512 floats stay in a core's cache
 E4M3_MAX = 448.0  # the largest float8_e4m3fn
 
@@ -35,7 +37,7 @@ def group_scales(
     """What a code is multiplied by, per row, for ONE group of columns of a symmetric grid, as the stored type has it.
 
     weight      (n, g) float32, the columns of one group. Not changed.
-    search      choose among SCALE_FRACTIONS of absmax/hi; otherwise absmax/hi
+    search      choose among SCALE_FRACTIONS (of E2M1 its own) of absmax/hi; otherwise absmax/hi
     importance  (g,) float32 ≥ 0, weight of each column's squared error; None = equal
     unit        (n,) float32, what the stored scale is multiplied by; None = 1
     Returns     (n,) float32, finite and > 0: an all-zero group gets the smallest positive scale.
@@ -53,7 +55,7 @@ def fit_group(
 ) -> tuple[Tensor, Tensor | None]:
     """`group_scales`, and the zero points (n,) float32 of an asymmetric grid, whose range always holds 0."""
     columns = weight.t()  # (g, n): GPTQ's working matrix is stored that way, so this is contiguous there
-    fractions = SCALE_FRACTIONS if search else (1.0,)
+    fractions = (E2M1_FRACTIONS if grid.e2m1 else SCALE_FRACTIONS) if search else (1.0,)
     if grid.asymmetric:
         low, high = columns.amin(0).clamp_max(0), columns.amax(0).clamp_min(0)
         span = high - low
@@ -153,22 +155,6 @@ def quantize_activation_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.float8_e4m3fn), scales
 
 
-def quantize_activation_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The 4-bit floating-point activations of NVFP4, per token and group of 16 channels.
-
-    x        (..., k) float32, smoothed and rotated. Not changed.
-    Returns  codes int8 (..., k), doubles of E2M1 numbers, and scales float8_e4m3fn (..., k/16): absmax / 6, rounded; a
-             group whose scale rounds to 0 has codes 0. A scale ends at 448, and what lies above 6 · 448 with it.
-    """
-    groups = x.unflatten(-1, (-1, E2M1.group))
-    absmax = groups.abs().amax(-1)
-    scales = (absmax / absmax.new_full((), 6.0)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
-    wide = scales.float()
-    inverse = torch.where(wide > 0, (wide * E2M1.step).reciprocal(), 0.0)
-    codes = E2M1.round(groups * inverse.unsqueeze(-1))
-    return codes.nan_to_num_(nan=0.0).to(torch.int8).flatten(-2), scales
-
-
 def fake_quantize_activation(x: Tensor, clip: float = 1.0) -> Tensor:
     """x̂ = code · scale, float32 (..., k): what the GEMM sees of x."""
     codes, scales = quantize_activation(x, clip)
@@ -226,7 +212,7 @@ class ActivationTransform:
             numbers, scales = quantize_activation_e4m3(x)
             return numbers.to(dtype) * scales.to(dtype).unsqueeze(-1)
         if self.dtype == "nvfp4":
-            return E2M1.decode(*quantize_activation_nvfp4(x), dtype)
+            return nvfp4.fake_quantize_activation(x, dtype)
         return INT4_ACTIVATION.decode(*quantize_activation(x, self.clip), dtype)
 
     def weight(self, weight: Tensor) -> Tensor:

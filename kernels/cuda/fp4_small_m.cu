@@ -52,6 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < DEPTH; i++)
         if (begin + i < end) load_weights(i);
+    // A loop: within one straight piece of code the assembler moves the wait ahead of the loads.
+    for (int i = threadIdx.x; i < rank / 2; i += THREADS) prefetch(up + (tile * 8 + pair * 4 + parity + i % 2 * 2) * rank * 4 + i / 2 * 16);
     wait_for_previous_kernel();
 
     const bool few = panel * PANEL + 8 >= m;  // no row in the second half

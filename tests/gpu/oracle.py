@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from svdq import nvfp4
+from svdq.grid import E2M1, pack_nibbles
 from svdq.kernels import layout
 from svdq.linear import W4A4Linear, W4A4LinearGroup
 from svdq.quantized import Layer
-from svdq.rounding import ActivationTransform
+from svdq.rounding import ActivationTransform, round_to_nearest
 
 DEVICE = torch.device(os.environ.get("SVDQ_TEST_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
@@ -91,6 +93,16 @@ def layer(n: int, k: int, rank: int, *, bias: bool = True, parts: str = "", grou
         normal(n, seed=seed + 4).half() if bias else None,
         transform(k, parts),
     )
+
+
+def nvfp4_tensors(n: int, k: int, rank: int, parts: str) -> tuple:
+    """What svdq.kernels.nvfp4.pack takes of a random linear with outputs of about 1 for inputs of about 1."""
+    weight = normal(n, k, seed=1) / k**0.5
+    weight[:, k // 2] *= 30
+    wcscale = nvfp4.tensor_factor(weight)
+    codes, scales = round_to_nearest(weight, E2M1, unit=wcscale)
+    down, up = (normal(k, rank, seed=2) / k**0.5).half(), (normal(n, rank, seed=3) / max(rank, 1) ** 0.5).half()
+    return pack_nibbles(nvfp4.to_nibbles(codes)), scales, wcscale, down, up, transform(k, parts), normal(n, seed=4)
 
 
 def module(made: Layer, kernels: str = "auto") -> W4A4Linear:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from oracle import DEVICE, HALVES, ON_GPU, READY, inputs, layer, normal
+from oracle import DEVICE, HALVES, ON_GPU, READY, inputs, layer, normal, nvfp4_tensors
 from torch import Tensor
 
-from svdq.kernels import hopper, weight_only  # noqa: F401  its operators
+from svdq.kernels import hopper, nvfp4, weight_only  # noqa: F401  its operators
 from svdq.linear import W4A4Linear, W4A4LinearGroup
 
 HOPPER = not ON_GPU or (READY and hopper.runs_on(DEVICE))
@@ -105,12 +105,27 @@ def heads(dtype: torch.dtype) -> Iterator[str]:
         yield f"heads {tokens} x ({q_heads} + {k_heads}) x {d}, {dtype}"
 
 
+def floats(dtype: torch.dtype) -> Iterator[str]:
+    for m, n, k, rank, parts in (
+        (1, 96, 64, 0, ""),
+        (20, 130, 192, 48, "smooth"),
+        (70, 97, 576, 16, "smooth rotation"),
+        (200, 300, 192, 0, "rotation"),
+    ):
+        *tensors, transform, bias = nvfp4_tensors(n, k, rank, parts)
+        one = nvfp4.pack(*(tensor.to(DEVICE) for tensor in tensors), transform.to(DEVICE), bias.to(DEVICE))
+        x = inputs("random", m, k, dtype).to(DEVICE)
+        for out in (dtype, torch.float32):
+            nvfp4.linear(x, one, out)
+        yield f"NVFP4 {m} x {n} x {k}, rank {rank}, {dtype}"
+
+
 def main() -> int:
     if not READY:
         print("no CUDA device", file=sys.stderr)
         return 2
     for dtype in HALVES:
-        for done in (*linears(dtype), *siblings(dtype), *weights_alone(dtype), *heads(dtype)):
+        for done in (*linears(dtype), *siblings(dtype), *weights_alone(dtype), *heads(dtype), *floats(dtype)):
             print(done, flush=True)
     if ON_GPU:
         torch.cuda.synchronize()

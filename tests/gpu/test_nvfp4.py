@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from oracle import DEVICE, HALVES, KINDS, ON_GPU, READY, D, check, inputs, normal, transform, with_specials
+from oracle import DEVICE, HALVES, KINDS, ON_GPU, READY, D, check, inputs, normal, nvfp4_tensors, with_specials
 
 from svdq import nvfp4
+from svdq.grid import unpack_nibbles
 from svdq.kernels import layout
 from svdq.kernels import nvfp4 as ops
 
@@ -19,15 +20,6 @@ SIZES = [  # m, n, k, rank, transform
     (700, 256, 1024, 16, "smooth rotation"),
     (1100, 643, 576, 128, "rotation"),
 ]
-
-
-def canonical(n, k, rank, parts):
-    """Tensors of a random linear with outputs of about 1 for inputs of about 1, on the CPU."""
-    weight = normal(n, k, seed=1) / k**0.5
-    weight[:, k // 2] *= 30
-    codes, scales, wcscale = nvfp4.round_to_nearest(weight, "weight")
-    down, up = (normal(k, rank, seed=2) / k**0.5).half(), (normal(n, rank, seed=3) / max(rank, 1) ** 0.5).half()
-    return nvfp4.pack_codes(codes), scales, wcscale, down, up, transform(k, parts), normal(n, seed=4)
 
 
 def packed(made, device=DEVICE):
@@ -53,7 +45,7 @@ def expected(made, x):
     """
     qweight, scales, wcscale, down, up, transformed, bias = made
     x_hat = nvfp4.fake_quantize_activation(transformed.apply(x), D)
-    weight = nvfp4.weight_hat(nvfp4.unpack_codes(qweight), scales, wcscale, D)
+    weight = nvfp4.decode(unpack_nibbles(qweight), scales, D) * wcscale[:, None]
     rank, k = up.shape[1], x.shape[1]
     y = x_hat @ weight.t() + x.to(D) @ down.to(D) @ up.to(D).t() + bias
     total = x_hat.abs() @ weight.abs().t() + bias.abs() + x.to(D).abs() @ down.to(D).abs() @ up.to(D).abs().t()
@@ -66,7 +58,7 @@ def expected(made, x):
 def test_codes_and_scales_are_the_references_bit_for_bit(m, n, k, rank, parts, kind, dtype):
     if kind == "specials" and m < 9:
         pytest.skip("specials are in seven rows")
-    made = canonical(n, k, rank, parts)
+    made = nvfp4_tensors(n, k, rank, parts)
     x = with_specials(m, k, dtype) if kind == "specials" else inputs(kind, m, k, dtype)
     found = [part.cpu() for part in quantize(x.to(DEVICE), packed(made))]
     wanted = quantize(x, packed(made, "cpu"))
@@ -84,7 +76,7 @@ def test_codes_and_scales_are_the_references_bit_for_bit(m, n, k, rank, parts, k
 
 def test_ties_and_the_floats_beside_them_are_rounded_as_the_reference_does():
     """For every scale, 6 times it being the largest of a group: float32 values, which inv_smooth brings."""
-    scales = torch.arange(1, 127, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE).float()[:, None]
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
     at = scales * torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     above, below = (torch.nextafter(at, torch.tensor(to)) for to in (torch.inf, 0.0))
     values = torch.cat((6 * scales, at, above, 0 * scales, 6 * scales, at, below, 0 * scales), 1).flatten()
@@ -99,7 +91,7 @@ def test_ties_and_the_floats_beside_them_are_rounded_as_the_reference_does():
 @pytest.mark.parametrize("kind", ["random", "outlier", "zero rows"])
 @pytest.mark.parametrize(("m", "n", "k", "rank", "parts"), SIZES)
 def test_the_sums_are_float64s_but_for_float32s_rounding(m, n, k, rank, parts, kind, dtype):
-    made, x = canonical(n, k, rank, parts), inputs(kind, m, k, dtype)
+    made, x = nvfp4_tensors(n, k, rank, parts), inputs(kind, m, k, dtype)
     y, noise = expected(made, x)
     one = packed(made)
     operands = quantize(x.to(DEVICE), one)
@@ -112,7 +104,7 @@ def test_the_sums_are_float64s_but_for_float32s_rounding(m, n, k, rank, parts, k
 
 @pytest.mark.parametrize("m", [40, 70])
 def test_rows_with_nan_and_infinity_become_nan_and_leave_the_others_alone(m):
-    made, x = canonical(130, 192, 16, "rotation"), with_specials(m, 192, torch.bfloat16)
+    made, x = nvfp4_tensors(130, 192, 16, "rotation"), with_specials(m, 192, torch.bfloat16)
     hurt = ~x.isfinite().all(1)
     one = packed(made)
     y, wanted = (ops.linear(part.to(DEVICE), one).cpu() for part in (x, x.masked_fill(hurt[:, None], 0)))
@@ -121,7 +113,7 @@ def test_rows_with_nan_and_infinity_become_nan_and_leave_the_others_alone(m):
 
 @pytest.mark.parametrize("m", [0, 3, 70])
 def test_rows_that_are_not_aligned_and_fewer_columns(m):
-    made, x = canonical(300, 192, 16, "smooth"), normal(m, 200).half()
+    made, x = nvfp4_tensors(300, 192, 16, "smooth"), normal(m, 200).half()
     one = packed(made)
     wide = x.to(DEVICE)
     y = product(quantize(wide[:, 3:195], one), one, m, torch.float16, n=200)
@@ -131,7 +123,7 @@ def test_rows_that_are_not_aligned_and_fewer_columns(m):
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs")
 @pytest.mark.parametrize("m", [5, 100])
 def test_a_cuda_graph_replays_it_on_new_inputs(m):
-    one, x = packed(canonical(130, 192, 16, "smooth rotation")), normal(m, 192).half().to(DEVICE)
+    one, x = packed(nvfp4_tensors(130, 192, 16, "smooth rotation")), normal(m, 192).half().to(DEVICE)
     ops.linear(x, one)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -144,7 +136,7 @@ def test_a_cuda_graph_replays_it_on_new_inputs(m):
 
 @pytest.mark.parametrize("m", [5, 100])
 def test_the_operators_are_what_torch_compile_takes(m):
-    one, x = packed(canonical(130, 192, 16, "smooth rotation")), normal(m, 192).half().to(DEVICE)
+    one, x = packed(nvfp4_tensors(130, 192, 16, "smooth rotation")), normal(m, 192).half().to(DEVICE)
     torch.library.opcheck(torch.ops.svdq.nvfp4_quantize, (x, one.down, one.inv_smooth, True))
     weight = (one.qweight, one.wscales, one.wcscale, one.up, one.bias)
     torch.library.opcheck(torch.ops.svdq.nvfp4_gemm, (*quantize(x, one), *weight, m, 130, torch.float16))

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from svdq import nvfp4
+from svdq.grid import E2M1, pack_nibbles, unpack_nibbles
 from svdq.kernels import layout
 from svdq.kernels import nvfp4 as ops
 from svdq.kernels.layout import FP4_ROWS, MMA
-from svdq.rounding import ActivationTransform
+from svdq.rounding import ActivationTransform, round_to_nearest
 
 D = torch.float64
 
@@ -23,10 +24,19 @@ def canonical(n, k, rank, bias=True):
     """A checkpoint's tensors of a random linear, with smoothing and rotation."""
     weight = normal(n, k) / k**0.5
     weight[:, k // 2] *= 30
-    codes, scales, wcscale = nvfp4.round_to_nearest(weight, "weight")
+    wcscale = nvfp4.tensor_factor(weight)
+    codes, scales = round_to_nearest(weight, E2M1, unit=wcscale)
     down, up = (normal(k, rank, seed=2) / k**0.5).half(), normal(n, rank, seed=3).half()
     transform = ActivationTransform(normal(k, seed=4).exp(), True)
-    return nvfp4.pack_codes(codes), scales, wcscale, down, up, transform, normal(n, seed=5) if bias else None
+    return (
+        pack_nibbles(nvfp4.to_nibbles(codes)),
+        scales,
+        wcscale,
+        down,
+        up,
+        transform,
+        normal(n, seed=5) if bias else None,
+    )
 
 
 def quantize(x, one):
@@ -40,7 +50,7 @@ def weights(one):
 def expected(made, x):
     """float64, by the words of the format: the low-rank part reads the raw input and wcscale is not its own."""
     qweight, scales, wcscale, down, up, transform, bias = made
-    hat = nvfp4.weight_hat(nvfp4.unpack_codes(qweight), scales, wcscale, D)
+    hat = nvfp4.decode(unpack_nibbles(qweight), scales, D) * wcscale[:, None]
     y = nvfp4.fake_quantize_activation(transform.apply(x), D) @ hat.t() + x.to(D) @ down.to(D) @ up.to(D).t()
     return y if bias is None else y + bias
 
@@ -94,7 +104,7 @@ def test_a_linear_unpacks_to_what_was_packed_and_is_padded_with_codes_0_and_scal
     one = ops.pack(qweight, scales, wcscale, down, up, transform, bias)
     wide = ops.unpack(*weights(one))
     assert wide.codes.shape == (-(-n // 128) * 128, -(-k // 128) * 128) and one.n == n
-    assert torch.equal(wide.codes[:n, :k].to(torch.uint8) & 15, nvfp4.unpack_codes(qweight))
+    assert torch.equal(wide.codes[:n, :k], unpack_nibbles(qweight))
     assert torch.equal(wide.scales[:n, : k // 16].float(), scales.float())
     assert not wide.codes[n:].any() and not wide.codes[:, k:].any()
     assert (wide.scales[n:].float() == 1).all() and (wide.scales[:, k // 16 :].float() == 1).all()
@@ -118,7 +128,7 @@ def test_without_a_low_rank_a_bias_or_a_transform():
     qweight, scales, wcscale, *_ = canonical(96, 192, 0)
     one = ops.pack(qweight, scales, wcscale, None, None, ActivationTransform(), None)
     x = normal(3, 192)
-    hat = nvfp4.weight_hat(nvfp4.unpack_codes(qweight), scales, wcscale, D)
+    hat = nvfp4.decode(unpack_nibbles(qweight), scales, D) * wcscale[:, None]
     assert distance(ops.linear(x, one), nvfp4.fake_quantize_activation(x, D) @ hat.t()) < 5e-7
 
 
@@ -199,7 +209,7 @@ def made_down(one):
 def test_the_quantizer_rounds_ties_and_what_is_beside_them_as_the_reference(emulated):
     """For every scale, 6 times it being the largest of a group: float32 values, which inv_smooth brings."""
     emulated(90)
-    scales = torch.arange(1, 127, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE).float()[:, None]
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
     at = scales * torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     above, below = (torch.nextafter(at, torch.tensor(to)) for to in (torch.inf, 0.0))
     largest, zero = 6 * scales, torch.zeros(126, 1)

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 
 from svdq import nvfp4
 from svdq.errors import NumericsError
+from svdq.grid import E2M1, pack_nibbles
+from svdq.rounding import group_scales, round_to_nearest
 
 LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 D = torch.float64
@@ -27,6 +29,11 @@ def nearest(values, candidates):
     return torch.where(tied & (index % 2 == 1), after, index)
 
 
+def nibbles(values, scales):
+    """values (n, k) to the nearest levels of scales (n, k/16)."""
+    return nvfp4.to_nibbles(E2M1.round(values.unflatten(-1, (-1, 16)) / (scales[..., None] / 2))).flatten(-2)
+
+
 # ---- levels and codes
 
 
@@ -36,19 +43,18 @@ def nearest(values, candidates):
      (2.6, 3), (3.4, 3), (3.6, 4), (5.1, 6), (6, 6), (7.5, 6), (1e30, 6), (0, 0)],
 )  # fmt: skip
 def test_ties_go_to_the_even_level_and_what_is_beyond_the_largest_becomes_it(value, level):
-    assert nvfp4.nearest_levels(torch.tensor([float(value), -float(value)])).tolist() == [level, -level]
+    assert (E2M1.round(torch.tensor([2.0 * value, -2.0 * value])) / 2).tolist() == [level, -level]
 
 
 def test_a_code_is_a_sign_and_the_index_of_a_level():
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-    assert nvfp4.encode(values[None], torch.ones(1, 1)).tolist() == [list(range(16))]
+    assert nvfp4.to_nibbles(2 * values).tolist() == list(range(16))
+    assert nvfp4.to_nibbles((2 * values).to(torch.int8)).tolist() == [*range(8), 0, *range(9, 16)]
     assert torch.equal(nvfp4.decode(torch.arange(16)[None], torch.ones(1, 1)), values[None])
 
 
 def test_of_two_codes_a_byte_the_even_one_is_low():
-    packed = nvfp4.pack_codes(torch.tensor([[1, 15, 8, 7]], dtype=torch.uint8))
-    assert packed.tolist() == [[0xF1, 0x78]]
-    assert nvfp4.unpack_codes(packed).tolist() == [[1, 15, 8, 7]]
+    assert pack_nibbles(nvfp4.to_nibbles(torch.tensor([[1.0, -12, -0.0, 12]]))).tolist() == [[0xF1, 0x78]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,7 +62,7 @@ def test_of_two_codes_a_byte_the_even_one_is_low():
 def test_every_code_is_that_of_the_nearest_level(values, scale, exponent):
     scale = E4M3[scale].float() * 2.0**exponent
     values = torch.tensor([values])
-    codes = nvfp4.encode(values, scale.view(1, 1))
+    codes = nibbles(values, scale.view(1, 1))
     assert torch.equal((codes & 7).long(), nearest(values.double().abs() / scale.double(), torch.tensor(LEVELS)))
     assert torch.equal((codes >> 3).bool(), values.signbit())
 
@@ -67,8 +73,8 @@ def test_a_quotient_is_never_rounded_onto_a_tie():
     tie = ties[:, None] * E4M3[1:].float()  # exact: six bits
     above, below = (torch.nextafter(tie, torch.tensor(to)) for to in (torch.inf, 0.0))
     scale = E4M3[1:].float()
-    assert torch.equal(nvfp4.nearest_levels(below / scale), torch.tensor(LEVELS)[:7, None].expand(tie.shape))
-    assert torch.equal(nvfp4.nearest_levels(above / scale), torch.tensor(LEVELS)[1:, None].expand(tie.shape))
+    assert torch.equal(E2M1.round(below / (scale / 2)) / 2, torch.tensor(LEVELS)[:7, None].expand(tie.shape))
+    assert torch.equal(E2M1.round(above / (scale / 2)) / 2, torch.tensor(LEVELS)[1:, None].expand(tie.shape))
 
 
 def test_every_level_times_every_scale_is_a_bfloat16_and_a_float16():
@@ -84,12 +90,14 @@ def test_every_level_times_every_scale_is_a_bfloat16_and_a_float16():
 
 
 def test_scales_are_rounded_to_the_nearest_e4m3_number_at_least_the_smallest():
+    """Those of weights, for which a code's is half, and of activations where six of them are a float32."""
     middles = (E4M3[1:] + E4M3[:-1]) / 2
-    values = torch.cat(
-        (E4M3, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.tensor([1e-9, 460.0, 1e9]))
-    )
+    values = torch.cat((E4M3, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.tensor([1e-9, 460.0])))
     wanted = E4M3[nearest(values, E4M3).clamp(min=1)]
-    assert torch.equal(nvfp4.round_scales(values.float()).double(), wanted)
+    assert torch.equal(E2M1.store_scales(values.float() / 2).double(), wanted)
+    six = (6 * values).float()[:, None].expand(-1, 16)
+    exact = six[:, 0].double() == 6 * values
+    assert torch.equal(nvfp4.quantize_activation(six)[1][exact, 0].double(), wanted[exact]) and exact.sum() > 250
 
 
 @pytest.mark.parametrize(
@@ -99,38 +107,36 @@ def test_scales_are_rounded_to_the_nearest_e4m3_number_at_least_the_smallest():
 def test_the_factor_is_the_power_of_two_that_brings_the_largest_scale_to_at_most_448(absmax, factor):
     weight = torch.zeros(2, 16)
     weight[1, 3] = -absmax
-    assert nvfp4.tensor_factor(weight, "w") == factor
+    assert nvfp4.tensor_factor(weight).tolist() == [factor, factor]
 
 
-@pytest.mark.parametrize("value", [1e9, float("inf"), float("nan")])
-def test_weights_that_no_factor_of_16_bits_brings_into_range_are_refused_by_name(value):
-    weight = torch.zeros(2, 16)
-    weight[1, 3] = value
-    with pytest.raises(NumericsError, match=r"^layers\.0\.q: "):
-        nvfp4.round_to_nearest(weight, "layers.0.q")
+def test_weights_that_no_factor_of_16_bits_brings_into_range_are_refused():
+    with pytest.raises(NumericsError, match=r"the factor .* is inf in torch.float16; leave it in 16 bits"):
+        nvfp4.tensor_factor(torch.full((2, 16), 1e9))
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e5, 0.0, -1.0, float("nan")])
 def test_a_factor_that_some_16_bit_type_does_not_hold_is_refused(factor):
-    nvfp4.check_wcscale(torch.tensor([2.0**-24, 1.0, 2.0**15]), "fine")
-    with pytest.raises(NumericsError, match=r"^w: the factor"):
-        nvfp4.check_wcscale(torch.tensor([1.0, factor]), "w")
+    nvfp4.check_wcscale(torch.tensor([2.0**-24, 1.0, 2.0**15]))
+    with pytest.raises(NumericsError, match="the factor"):
+        nvfp4.check_wcscale(torch.tensor([1.0, factor]))
 
 
 def test_a_group_by_hand():
     """absmax 12 of a factor of 1: 12 / 6 = 2, and the values are twice the levels, or half-way between two."""
     weight = torch.tensor([[12.0, -8, 6, 4, 3, 2, 1, 0, 10, -7, 5, 3.5, 2.5, 1.5, 0.5, -0.5]])
-    assert nvfp4.group_scales(weight, 1.0, search=False).tolist() == [2.0]
-    assert nvfp4.encode(weight, torch.tensor([[2.0]])).tolist() == [[7, 14, 5, 4, 3, 2, 1, 0, 6, 14, 4, 4, 2, 2, 0, 8]]
+    assert (2 * group_scales(weight, E2M1, search=False)).tolist() == [2.0]
+    assert nibbles(weight, torch.tensor([[2.0]])).tolist() == [[7, 14, 5, 4, 3, 2, 1, 0, 6, 14, 4, 4, 2, 2, 0, 8]]
 
 
 def test_the_search_maps_the_largest_to_4_where_that_is_exact():
     weight = torch.tensor([[4.0, -3, 2, 1, 1.5, 0.5, 0, 0, 4, 4, 3, 3, 2, 2, 1, 1]]) / 1024
-    assert nvfp4.group_scales(weight, 2.0**-12).tolist() == [2.0**-10]
+    assert (2 * group_scales(weight, E2M1, unit=torch.tensor([2.0**-12]))).tolist() == [2.0**-10]
 
 
 def test_a_group_of_zeros_has_the_smallest_scale_and_codes_0():
-    codes, scales, wcscale = nvfp4.round_to_nearest(torch.zeros(3, 32), "w", search=True)
+    wcscale = nvfp4.tensor_factor(torch.zeros(3, 32))
+    codes, scales = round_to_nearest(torch.zeros(3, 32), E2M1, search=True, unit=wcscale)
     assert not codes.any() and scales.double().unique().tolist() == [2.0**-9] and wcscale.tolist() == [1.0] * 3
 
 
@@ -139,12 +145,12 @@ def test_a_group_of_zeros_has_the_smallest_scale_and_codes_0():
 def test_the_search_is_never_worse_than_the_nearest_scale_and_stays_on_the_grid(seed, size, weighted):
     weight = normal(96, 16, seed=seed) * size
     importance = normal(16, seed=seed + 1).square() if weighted else None
-    factor = nvfp4.tensor_factor(weight, "w")
+    factor = nvfp4.tensor_factor(weight)
 
     def error(search):
-        scales = nvfp4.group_scales(weight, factor, search=search, importance=importance)
+        scales = 2 * group_scales(weight, E2M1, search=search, importance=importance, unit=factor)
         assert torch.isin(scales.double() / factor, E4M3[1:]).all()
-        missed = nvfp4.decode(nvfp4.encode(weight, scales[:, None]), scales[:, None], D) - weight
+        missed = nvfp4.decode(nibbles(weight, scales[:, None]), scales[:, None], D) - weight
         return (missed.square() * (1 if importance is None else importance)).sum(1)
 
     assert (error(True) <= error(False) * (1 + 1e-5)).all()
@@ -154,21 +160,17 @@ def test_the_search_is_never_worse_than_the_nearest_scale_and_stays_on_the_grid(
 @pytest.mark.parametrize(("n", "k"), [(96, 192), (5, 16), (1, 4304)])
 def test_a_matrix_keeps_its_largest_scale_in_the_upper_half_of_the_range(n, k):
     weight = normal(n, k) * 0.03
-    codes, scales, wcscale = nvfp4.round_to_nearest(weight, "w")
+    wcscale = nvfp4.tensor_factor(weight)
+    codes, scales = round_to_nearest(weight, E2M1, unit=wcscale)
     assert (codes.shape, scales.shape, wcscale.shape) == ((n, k), (n, k // 16), (n,))
-    assert (codes.dtype, scales.dtype, wcscale.dtype) == (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    assert (scales.dtype, wcscale.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert 224 <= scales.double().max() <= 448
-    hat = nvfp4.weight_hat(codes, scales, wcscale)
+    hat = nvfp4.decode(nvfp4.to_nibbles(codes), scales) * wcscale[:, None]
+    assert torch.equal(hat, E2M1.decode(codes, scales, unit=wcscale))
     assert torch.equal(hat.bfloat16().float(), hat)
     assert (hat - weight).norm() < 0.1 * weight.norm()
     group = weight.abs().unflatten(1, (-1, 16)).amax(-1, keepdim=True)  # half a step of 2/6, a scale's 1/16 of 1
     assert ((hat - weight).unflatten(1, (-1, 16)).abs() <= group * (1 / 6 + 1 / 16)).all()
-
-
-def test_permuting_rows_permutes_codes_and_scales():
-    weight, order = normal(40, 64), torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    for one, other in zip(nvfp4.round_to_nearest(weight, "w"), nvfp4.round_to_nearest(weight[order], "w"), strict=True):
-        assert torch.equal(one.double()[order], other.double())
 
 
 # ---- activations

@@ -4,38 +4,45 @@
     emulated  they have no such numbers: wider ones are multiplied, to the same products
     no        there is no kernel
 
-"never run": compiled and its instructions checked, parts of it run on a CPU, but on no such GPU.
+†: compiled and its instructions checked, but never run on such a GPU.
 """
 
 from __future__ import annotations
 
-NEVER = ", never run"
+NEVER = " †"
 
 # by what svdq.kernels.compile.ARCHITECTURES names
 TABLE: dict[str, dict[str, str]] = {
     "sm_80, sm_86, sm_89": {
         "W4A4": "native" + NEVER,
         "W4A8": "no",
-        "W4A16": "no",
-        "W8A16": "no",
-        "NF4": "no",
+        "W4A16": "native" + NEVER,
+        "W8A16": "native" + NEVER,
+        "NF4": "native" + NEVER,
         "NVFP4": "emulated" + NEVER,
     },
-    "sm_90a": {"W4A4": "emulated", "W4A8": "native", "W4A16": "no", "W8A16": "no", "NF4": "no", "NVFP4": "emulated"},
+    "sm_90a": {
+        "W4A4": "emulated",
+        "W4A8": "native",
+        "W4A16": "native" + NEVER,
+        "W8A16": "native" + NEVER,
+        "NF4": "native",
+        "NVFP4": "emulated",
+    },
     "sm_100a": {
         "W4A4": "emulated" + NEVER,
         "W4A8": "no",
-        "W4A16": "no",
-        "W8A16": "no",
-        "NF4": "no",
+        "W4A16": "native" + NEVER,
+        "W8A16": "native" + NEVER,
+        "NF4": "native" + NEVER,
         "NVFP4": "emulated" + NEVER,
     },
     "sm_120a": {
         "W4A4": "emulated" + NEVER,
         "W4A8": "no",
-        "W4A16": "no",
-        "W8A16": "no",
-        "NF4": "no",
+        "W4A16": "native" + NEVER,
+        "W8A16": "native" + NEVER,
+        "NF4": "native" + NEVER,
         "NVFP4": "native" + NEVER,
     },
 }

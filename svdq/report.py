@@ -304,7 +304,7 @@ def kernels_text(facts: dict[str, Any], every_kernel: bool = False) -> str:
         rows = [[name, *(row[kind] for kind in support.FORMATS)] for name, row in support.TABLE.items()]
         lines.append(table(["architectures", *support.FORMATS], rows))
         lines.append(
-            "emulated: by wider numbers, to the same products; never run: compiled and checked, but on no such GPU"
+            "emulated: by wider numbers, to the same products; † compiled and checked, but never run on such a GPU"
         )
     stored = size(sum(found["cubin_bytes"] for _, _, found in compiled))
     total = sum(map(len, architectures.values()))

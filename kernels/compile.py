@@ -204,15 +204,14 @@ def all_kernels(arch: str) -> list[Kernel]:
         *(expand_weight_kernel(scalar, bits) for scalar in SCALARS for bits in (4, 8)),
         *(quantize_kernel(scalar, rank, 2, 3) for scalar in SCALARS for rank in FP4_RANKS),
         Kernel("fp4_small_m"),
-        *([Kernel("fp4_gemm_lora")] if arch == FP4_CORES else _fp4_products()),
+        *(
+            [Kernel("fp4_gemm_lora")]
+            if arch == FP4_CORES
+            else [*map(fp4_expand_kernel, (False, True)), Kernel("fp4_finish")]
+        ),
         *(nf4_dequantize_kernel(out) for out in outs),
         *(nf4_gemv_kernel(scalar) for scalar in SCALARS),
     ]
-
-
-def _fp4_products() -> list[Kernel]:
-    """NVFP4 of many tokens where tensor cores take 16-bit operands."""
-    return [*map(fp4_expand_kernel, (False, True)), Kernel("fp4_finish")]
 
 
 def _weight_only_tiles() -> list[WeightOnlyTile]:

@@ -24,8 +24,8 @@ TABLE: dict[str, dict[str, str]] = {
     "sm_90a": {
         "W4A4": "emulated",
         "W4A8": "native",
-        "W4A16": "native" + NEVER,
-        "W8A16": "native" + NEVER,
+        "W4A16": "native",
+        "W8A16": "native",
         "NF4": "native",
         "NVFP4": "emulated",
     },

@@ -124,8 +124,27 @@ def fill(directory: Path, entries: list[Entry], metadata: dict[str, str], source
         write_json(directory / "model.safetensors.index.json", index)
     copy_small_files(source, directory)
     config = read_json(source / "config.json")
-    config[QUANTIZATION_CONFIG] = json.loads(metadata[QUANTIZATION_CONFIG])
+    quantization = json.loads(metadata[QUANTIZATION_CONFIG])
+    if quantization.get("format") == "nf4":
+        quantization = _of_bitsandbytes(config, [entry.name for entry in entries])
+    config[QUANTIZATION_CONFIG] = quantization
     write_json(directory / "config.json", config)
+
+
+def _of_bitsandbytes(config: dict, tensors: list[str]) -> dict:
+    """What transformers needs to load NF4 by bitsandbytes, whose tensors these are: all linears but those it names."""
+    quantized = {name.removesuffix(".weight.absmax") for name in tensors if name.endswith(".weight.absmax")}
+    kept = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")} - quantized
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_compute_dtype": config.get("dtype") or config.get("torch_dtype") or "float16",
+        "llm_int8_skip_modules": sorted(kept | {"lm_head"}),
+    }
 
 
 def publish(written: Path, out: Path) -> None:

@@ -209,11 +209,33 @@ def test_shards_without_svdqs_header_are_refused(as_directory, tmp_path):
         load(tmp_path)
 
 
-def test_another_format_is_refused_by_name(svdq, toy, tmp_path):
-    command = ["quantize", toy("llama"), f"{tmp_path}/out/", "--format", "w8a16", "--objective", "nearest"]
-    assert svdq(*command).code == 0
-    with pytest.raises(CheckpointError, match="w8a16; from_pretrained runs w4a4 alone"):
-        load(tmp_path / "out")
+@pytest.mark.parametrize("form", ["w4a16", "w8a16", "nvfp4"])
+def test_other_formats_run_and_are_saved_as_they_were(svdq, toy, calibration_ids, tmp_path, form):
+    source, out = toy("llama"), tmp_path / "out"
+    options = {"w4a16": ["--group-size", "64", "--objective", "nearest"], "w8a16": []}
+    options = options.get(form, ["--data", calibration_ids, "--min-tokens", "1", "--rounds", "1"])
+    assert svdq("quantize", source, f"{out}/", "--format", form, *options).code == 0
+    model = load(out)
+    assert torch.equal(states(model), states(load_quantized(source, out))) and model.svdq_path.startswith(form.upper())
+    model.save_pretrained(tmp_path / "again")
+    assert raw(tmp_path / "again") == raw(out)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_bitsandbytes_runs_a_directory_of_nf4(svdq, toy, tmp_path, kind):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    source, out = toy(kind), tmp_path / "out"
+    assert svdq("quantize", source, f"{out}/", "--format", "nf4").code == 0
+    model = load(out, kind, dtype=torch.float32)
+    linears = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    opened = open_quantized(out)
+    assert len(linears) == len(opened.layers)
+    name = min(opened.layers)
+    weight = model.get_submodule(name).weight
+    theirs = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+    assert torch.equal(theirs, opened.layer(name).weight_hat())
+    wanted = states(load_quantized(source, out))
+    assert (states(model) - wanted).norm() / wanted.norm() < 0.02  # its own product on a CPU is not float32's
 
 
 def test_remote_code_is_copied_and_runs_only_when_trusted(svdq, refused, toy_copy, calibration_ids, tmp_path):

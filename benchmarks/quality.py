@@ -171,8 +171,10 @@ def run_group(settings, rows, seed, keep):
         data = ["--data", settings.texts["calibration"], "--samples", settings.samples, "--seq-len", SEQ_LEN]
         calibrate = [settings.model, "-o", store, *data, "--seed", seed, *row_options(settings, rows[0].calibrate)]
         calibrate += only_options(settings)
+        calibrate_seconds = 0.0
         try:
-            _, calibrate_seconds = run_svdq(settings, scratch, "calibrate", *calibrate)
+            if not rows[0].alone:
+                _, calibrate_seconds = run_svdq(settings, scratch, "calibrate", *calibrate)
         except CommandFailed as failure:
             for row in rows:
                 keep(row, seed, failure)
@@ -223,7 +225,7 @@ def run_all(settings, rows, seeds):
                 runs[row.key][seed] = found["run"]
                 print(f"{row.label}, seed {seed}: kept from an earlier run", flush=True)
             else:
-                groups.setdefault((row.calibrate, seed), []).append(row)
+                groups.setdefault((row.calibrate, row.key if row.alone else "", seed), []).append(row)
 
     def keep(row, seed, outcome):
         if isinstance(outcome, CommandFailed):
@@ -238,7 +240,7 @@ def run_all(settings, rows, seeds):
         print(f"{row.label}, seed {seed}: {percent(outcome['layer_error'])}, {ratios}; {spent}", flush=True)
 
     with ThreadPoolExecutor(settings.jobs) as pool:
-        started = [pool.submit(run_group, settings, group, seed, keep) for (_, seed), group in groups.items()]
+        started = [pool.submit(run_group, settings, group, seed, keep) for (*_, seed), group in groups.items()]
         for one in started:
             one.result()
     return runs, failures

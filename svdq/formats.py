@@ -147,7 +147,7 @@ def _load_w8a16(tensors: dict[str, Tensor]) -> Decoded:
 
 def _store_nvfp4(weights: Decoded, symmetric: bool) -> dict[str, Tensor]:
     assert weights.unit is not None
-    magnitude = torch.searchsorted(_E2M1_CODES, weights.codes.abs()).to(torch.int8)
+    magnitude = torch.searchsorted(_E2M1_CODES.to(weights.codes.device), weights.codes.abs()).to(torch.int8)
     negative = (weights.codes < 0).to(torch.int8) << 3
     return {"qweight": pack_nibbles(magnitude | negative), "w_scales": weights.scales, "wcscale": weights.unit}
 

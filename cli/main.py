@@ -10,14 +10,16 @@ import sys
 
 import click
 
-from svdq import __version__
 from svdq.cli import (
     bench,
     calibrate,
     compare,
+    completion,
+    doctor,
     export_packed,
     inspect,
     kernels,
+    plan,
     profile,
     quantize,
     record,
@@ -30,20 +32,28 @@ from svdq.ranks import is_first_to_fail, leave
 from svdq.report import printable
 
 
+def _versions(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from svdq.environment import version_text
+
+        click.echo(version_text())
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="svdq")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_versions,
+              help="Versions of svdq, Python, torch and the CUDA driver, and the GPUs.")  # fmt: skip
 def svdq() -> None:
     """Offline W4A4 quantization of transformers.
 
-    record, calibrate, quantize, tune, verify, export-packed; compare, inspect, kernels, roofline, profile, bench tell
-    what is.
+    record, calibrate, plan, quantize, tune, verify, export-packed; compare, inspect, kernels, roofline, profile, bench,
+    doctor tell what is.
     """
 
 
-MODULES = (
-    record, calibrate, quantize, tune, verify, compare, export_packed, inspect, kernels, roofline, profile, bench,
-)  # fmt: skip
-for module in MODULES:
+WORK = (record, calibrate, plan, quantize, tune, verify, export_packed)
+LOOK = (compare, inspect, kernels, roofline, profile, bench, doctor)
+for module in (*WORK, *LOOK, completion):
     svdq.add_command(module.command)
 
 

@@ -24,6 +24,7 @@ from svdq.config import (
     TuneConfig,
     parse_override,
     preset,
+    read_overrides,
 )
 from svdq.errors import ConfigError
 from svdq.ranks import TIMEOUT, rank
@@ -45,6 +46,12 @@ def check_page(context: click.Context, parameter: click.Parameter, value: str | 
     """The same of a page, which is a file and named as one."""
     if value is not None and not value.endswith((".html", ".htm")):
         raise click.BadParameter(f"{value}: wanted the path of an .html file", context, parameter)
+    return check_writable(context, parameter, value)
+
+
+def check_plot(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not value.endswith((".png", ".svg")):
+        raise click.BadParameter(f"{value}: wanted a name that ends in .png or .svg", context, parameter)
     return check_writable(context, parameter, value)
 
 
@@ -169,6 +176,7 @@ weight_options = _stack(
     click.option(
         "--override", multiple=True, metavar="PATTERN:KNOB=VALUE,…", help="rank, group_size, rounds, damping for some."
     ),
+    click.option("--overrides", metavar="FILE", help="Overrides and what stays in 16 bits, of svdq plan."),
 )
 
 
@@ -179,10 +187,20 @@ def calibration_config(preset_name: str, form: str = "w4a4", **values: Any) -> C
 
 
 def quant_config(
-    preset_name: str, ignore: tuple, only: tuple, override: tuple, linears_only: bool, form: str = "w4a4", **values: Any
+    preset_name: str,
+    ignore: tuple,
+    only: tuple,
+    override: tuple,
+    linears_only: bool,
+    form: str = "w4a4",
+    overrides: str | None = None,
+    **values: Any,
 ) -> QuantConfig:
+    """Of a file of overrides and --override the latter wins."""
     layer = LayerConfig(**{"format": form, **FORMATS[form], **preset(preset_name)[1], **_given(values)})
-    return QuantConfig(layer, ignore, only, tuple(parse_override(text, layer) for text in override), linears_only)
+    planned, kept = read_overrides(overrides, layer) if overrides else ((), ())
+    given = tuple(parse_override(text, layer) for text in override)
+    return QuantConfig(layer, (*kept, *ignore), only, (*planned, *given), linears_only)
 
 
 def tune_config(preset_name: str, steps: int | None, seed: int) -> TuneConfig | None:

@@ -33,8 +33,8 @@ from svdq.cli import options
 @click.pass_context
 def command(context, model_dir, out, calib, data, subfolder, samples, seq_len, min_tokens, seed, preset, smoothing,
             rotation, act_clip, form, symmetric, rank, group_size, rounds, damping, objective, sweeps, svd, override,
-            tune, ignore, only, linears_only, max_shard_size, dry_run, strict, trust_remote_code, device, timeout,
-            max_host_memory, json_file, quiet, verbose):  # fmt: skip
+            overrides, tune, ignore, only, linears_only, max_shard_size, dry_run, strict, trust_remote_code, device,
+            timeout, max_host_memory, json_file, quiet, verbose):  # fmt: skip
     """Quantize MODEL_DIR into OUT.safetensors, or into OUT_DIR/ for transformers' from_pretrained.
 
     A name with a slash at its end, or of an empty directory, becomes a Hugging Face directory: shards, config.json with
@@ -55,7 +55,7 @@ def command(context, model_dir, out, calib, data, subfolder, samples, seq_len, m
     from svdq.ranks import join, local_device
 
     config = options.quant_config(
-        preset, ignore, only, override, linears_only, form, symmetric=symmetric, rank=rank,
+        preset, ignore, only, override, linears_only, form, overrides, symmetric=symmetric, rank=rank,
         group_size=group_size, rounds=rounds, damping=damping, objective=objective, sweeps=sweeps, svd=svd,
     )  # fmt: skip
     calibration = options.calibration_config(
@@ -101,7 +101,7 @@ def command(context, model_dir, out, calib, data, subfolder, samples, seq_len, m
     if store is not None:
         store.check_model(model.files.source_fingerprint())
         if form not in WEIGHT_ONLY:
-            _check_preset(store, preset, form, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
+            check_preset(store, preset, form, {"smoothing": smoothing, "rotation": rotation, "act_clip": act_clip})
     if dry_run:
         linears, memory, hidden = the_plan.linears, {}, None
         if not calib and not alone:
@@ -153,7 +153,7 @@ def command(context, model_dir, out, calib, data, subfolder, samples, seq_len, m
     return 1 if strict and (summary.repairs or summary.warnings or undone) else 0
 
 
-def _check_preset(store, preset: str, form: str, given: dict) -> None:
+def check_preset(store, preset: str, form: str, given: dict) -> None:
     """The activation side was decided when the store was made: an option that says otherwise is an error."""
     from svdq.config import to_dict
     from svdq.errors import ConfigError

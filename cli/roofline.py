@@ -7,12 +7,6 @@ import click
 from svdq.cli import options
 
 
-def _check_plot(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    if value is not None and not value.endswith((".png", ".svg")):
-        raise click.BadParameter(f"{value}: wanted a name that ends in .png or .svg", context, parameter)
-    return options.check_writable(context, parameter, value)
-
-
 @click.command("roofline")
 @click.argument("model_dir")
 @click.option("--tokens", type=click.IntRange(1), default=700, show_default=True, help="Tokens in one step.")
@@ -20,7 +14,7 @@ def _check_plot(context: click.Context, parameter: click.Parameter, value: str |
 @click.option("--rank", type=click.IntRange(0), default=16, show_default=True, help="Of the low-rank part.")
 @click.option("--full-attention", is_flag=True, help="Every token sees all: an encoder. Default: those before it.")
 @click.option("--measure", is_flag=True, help="Measure the GPU here, and how near torch's 16-bit linears come.")
-@click.option("--plot", "plot_file", metavar="FILE", callback=_check_plot, help="Draw it: .png or .svg.")
+@click.option("--plot", "plot_file", metavar="FILE", callback=options.check_plot, help="Draw it: .png or .svg.")
 @options.remote_code
 @options.output_options
 def command(model_dir, tokens, gpu, rank, full_attention, measure, plot_file, trust_remote_code, json_file, quiet):

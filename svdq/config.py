@@ -12,6 +12,7 @@ import json
 import re
 import reprlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from svdq.errors import ConfigError
@@ -208,6 +209,44 @@ def parse_override(text: str, layer: LayerConfig | None = None) -> tuple[str, di
             raise ConfigError(f"--override {text!r}: {knob}={value!r} is not a number") from None
     dataclasses.replace(layer or LayerConfig(), **values)  # range checks
     return pattern, values
+
+
+def read_overrides(
+    path: str | Path, layer: LayerConfig | None = None
+) -> tuple[tuple[tuple[str, dict[str, Any]], ...], tuple[str, ...]]:
+    """(overrides, ignore) of a file of `svdq plan`; its other entries are for the reader. layer as in `parse_override`.
+
+    Raises ConfigError for anything else.
+    """
+    where = f"--overrides {path}"
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}; wanted a file of svdq plan") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{where}: not JSON; wanted a file of svdq plan") from None
+    try:
+        overrides = tuple((pattern, dict(values)) for pattern, values in found["overrides"])
+        ignore = tuple(found["ignore"])
+        patterns = [*ignore, *(pattern for pattern, _ in overrides)]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(
+            f'{where}: wanted {{"overrides": [[PATTERN, {{KNOB: value}}], …], "ignore": [PATTERN, …]}}'
+        ) from None
+    if isinstance(found["ignore"], str):
+        raise ConfigError(f"{where}: ignore is {found['ignore']!r}; wanted a list of patterns")
+    if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise ConfigError(f"{where}: pattern {wrong[0]!r} is not a text")
+    for pattern, values in overrides:
+        if unknown := [knob for knob in values if knob not in _OVERRIDABLE]:
+            raise ConfigError(
+                f"{where}: {pattern}: unknown knob {unknown[0]!r}; wanted one of {', '.join(_OVERRIDABLE)}"
+            )
+        try:
+            dataclasses.replace(layer or LayerConfig(), **values)  # range checks
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {pattern}: {error}") from None
+    return overrides, ignore
 
 
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

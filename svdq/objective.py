@@ -46,24 +46,17 @@ class Objective:
         self.weight_xq = self.weight @ xq
         self.output_energy = (self.weight_xx * self.weight).sum().item()  # ‖X'W'ᵀ‖²
 
-    def codes_terms(self, weight_hat: Tensor) -> float:
-        """The terms of J without L: ‖X'W'ᵀ − X̂Q̂ᵀ‖². weight_hat (n, k)."""
-        hat = weight_hat.double()
-        quadratic = ((hat @ self.qq) * hat).sum()
-        return self.output_energy + (quadratic - 2 * (self.weight_xq * hat).sum()).item()
-
-    def lowrank_terms(self, weight_hat: Tensor, up: Tensor, down: Tensor) -> float:
-        """The terms of J with L = up·downᵀ. up (n, r), down (k, r)."""
-        if up.shape[1] == 0:
-            return 0.0
+    def by_channel(self, weight_hat: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """J of each output channel, (n,), a sum over tokens. weight_hat (n, k), up (n, r), down (k, r)."""
         up, down, hat = up.double(), down.double(), weight_hat.double()
-        own = ((up.t() @ up) * (down.t() @ self.xx @ down)).sum()
-        with_weight = ((self.weight_xx @ down) * up).sum()
-        with_codes = ((hat @ (self.xq.t() @ down)) * up).sum()
-        return (own - 2 * with_weight + 2 * with_codes).item()
+        energy = (self.weight_xx * self.weight).sum(1)
+        codes = ((hat @ self.qq - 2 * self.weight_xq) * hat).sum(1)
+        own = ((up @ (down.t() @ self.xx @ down)) * up).sum(1)
+        with_both = ((hat @ (self.xq.t() @ down) - self.weight_xx @ down) * up).sum(1)
+        return energy + codes + own + 2 * with_both
 
     def __call__(self, weight_hat: Tensor, up: Tensor, down: Tensor) -> float:
-        return self.codes_terms(weight_hat) + self.lowrank_terms(weight_hat, up, down)
+        return self.by_channel(weight_hat, up, down).sum().item()
 
 
 def relative(value: float, energy: float) -> float:

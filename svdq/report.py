@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from svdq.kernels import support
 
 if TYPE_CHECKING:
+    from svdq.environment import Check
     from svdq.pipeline import QuantizationSummary
     from svdq.preflight import HiddenBytes, Plan
     from svdq.quantized import QuantizedFile
@@ -199,6 +200,31 @@ def _more(count: int) -> str:
     return f"{'+' if count > 0 else ''}{size(count)}"
 
 
+def budget_text(facts: dict[str, Any], most: int = 10) -> str:
+    """The numbers of svdq.budget.facts: the plan beside equal ranks, which ranks it chose, where it differs most."""
+    unit, chosen = facts["unit"], facts["chosen"]
+    rows = [(f"rank {rank}", one) for rank, one in facts["uniform"].items()] + [("this plan", facts["predicted"])]
+    body = [
+        [name, f"{one['bits_per_weight']:.3f}", size(one["linear_bytes"]), size(one["tensor_bytes"]),
+         f"{one['cost']:.4f}", percent(one["mean_error"])]
+        for name, one in rows
+    ]  # fmt: skip
+    lines = [table(["", "bits a weight", "linears", "all tensors", unit, "mean layer error"], body)]
+    counts = {rank: sum(one == rank for one in chosen.values()) for rank in sorted(set(chosen.values()) - {None})}
+    named = [f"{count} with rank {rank}" for rank, count in counts.items()]
+    if left := [name for name, rank in chosen.items() if rank is None]:
+        named.append(f"{len(left)} left in 16 bits")
+    lines.append(f"{facts['linears']} linears: {', '.join(named)}")
+    worst = []
+    for name, rank in chosen.items():
+        choice = next(one for one in facts["choices"][name] if one["rank"] == rank)
+        worst.append([name, "16 bits" if rank is None else rank, f"{choice['cost']:.5f}", percent(choice["error"])])
+    worst.sort(key=lambda row: -float(row[2]))
+    lines.append(table(["linears by what they still cost", "rank", unit, "layer error"], worst[:most]))
+    why_not = [f"{name}: {why}" for name, reasons in facts["why_not"].items() for why in reasons]
+    return "\n".join([*lines, *listed(left, "left in 16 bits"), *listed(why_not, "no choice")])
+
+
 def inspection(quantized: QuantizedFile) -> dict[str, Any]:
     """What a header says, as plain JSON values."""
     tensors = quantized.file.tensors
@@ -277,6 +303,18 @@ def job_text(facts: dict[str, Any], every_layer: bool = False) -> str:
         lines.append(table(["layer", "first round", "kept", "s", "damping", "repairs"], rows))
     repairs = [f"{name}: {repair}" for name, layer in layers.items() for repair in layer["repairs"]]
     return "\n".join(lines + listed(repairs, "repairs") + listed(facts["never_ran"], "never ran"))
+
+
+def doctor_text(checks: Sequence[Check]) -> str:
+    """A row for each of svdq.environment.checks, and below a row what to do."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(printable(f"{check.status:<6}  {check.name:<{width}}  {check.found}"))
+        if check.do:
+            lines.append(printable(f"{'':<6}  {'':<{width}}  -> {check.do}"))
+    failed = sum(check.status == "FAILED" for check in checks)
+    return "\n".join([*lines, f"{failed} of {len(checks)} checks failed" if failed else "nothing failed"])
 
 
 def kernels_text(facts: dict[str, Any], every_kernel: bool = False) -> str:

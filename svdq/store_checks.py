@@ -13,11 +13,11 @@ text too, which takes the original model's activations of every layer once more;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from svdq.preflight import WIDE
 from svdq.quantized import Layer, QuantizedFile
 
 KNOBS: dict[str, type] = {"rank": int, "group_size": int, "rounds": int, "sweeps": int, "damping": float}
+T = TypeVar("T")
 Change = dict[str, Any]  # knob → value, all of them changed together
 
 
@@ -172,34 +173,55 @@ def check_on_store(
 ) -> tuple[dict[str, float], list[WhatIf]]:
     """(name → error now, the answer to each change) of the file's layers, block by block. Writes nothing.
 
-    Sites run as in svdq.pipeline, on as many threads: see _quantize_blocks there for why.
     Raises CheckpointError if a layer was quantized with another transform than the store's; see also plan_changes.
     """
     questions = plan_changes(quantized, store, changes)
-    device, threads = torch.device(device), torch.get_num_threads()
-    wide = device.type != "cpu" or any(k >= WIDE for _, k, _, _ in quantized.layers.values())
-    linears = {linear.name: linear for linear in model.linears if linear.name in quantized.layers}
+    device = torch.device(device)
+    linears = [linear for linear in model.linears if linear.name in quantized.layers]
     now: dict[str, float] = {}
     answers: list[dict[str, ChangedLayer | str]] = [{} for _ in questions]
+    run = partial(_check_site, model, quantized, store, questions, device)
+    for results in map_sites(model, store, linears, run, device, partial(progress, "errors on store")):
+        for name, error, found in results:
+            now[name] = error
+            for answer, layer in zip(answers, found, strict=True):
+                if layer is not None:
+                    answer[name] = layer
+    return now, [_answer(*pair, list(quantized.layers)) for pair in zip(questions, answers, strict=True)]
+
+
+def map_sites(
+    model: Model,
+    store: Store,
+    linears: Sequence[Linear],
+    run: Callable[[ActivationSums, list[Linear]], T],
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> Iterator[T]:
+    """run(sums, members) of every site that some of these linears read, in order; progress(blocks done, in all).
+
+    Sites run as in svdq.pipeline, on as many threads: see _quantize_blocks there for why.
+    """
+    threads = torch.get_num_threads()
+    wide = device.type != "cpu" or any(linear.k >= WIDE for linear in linears)
+    wanted = {linear.name: linear for linear in linears}
+
+    def work(job: tuple[ActivationSums, list[Linear]]) -> T:
+        torch.set_num_threads(threads if wide else 1)  # per call: a part of this setting is one for all threads
+        return run(*job)
+
     with ThreadPoolExecutor(1 if wide else min(threads, 8)) as pool:
         try:
             for block in range(len(model.blocks)):
                 recorded = store.read(block)
-                run = partial(_check_site, model, quantized, store, questions, device, threads if wide else 1)
                 jobs = []
                 for site, names in recorded.sites.items():
-                    if members := [linears[name] for name in names if name in linears]:
+                    if members := [wanted[name] for name in names if name in wanted]:
                         jobs.append((recorded.sums[site], members))
-                for results in pool.map(run, jobs):
-                    for name, error, found in results:
-                        now[name] = error
-                        for answer, layer in zip(answers, found, strict=True):
-                            if layer is not None:
-                                answer[name] = layer
-                progress("errors on store", block + 1, len(model.blocks))
+                yield from pool.map(work, jobs)
+                progress(block + 1, len(model.blocks))
         finally:
             torch.set_num_threads(threads)
-    return now, [_answer(*pair, list(quantized.layers)) for pair in zip(questions, answers, strict=True)]
 
 
 def _check_site(
@@ -208,13 +230,11 @@ def _check_site(
     store: Store,
     questions: list[_Question],
     device: torch.device,
-    threads: int,
-    job: tuple[ActivationSums, list[Linear]],
+    sums: ActivationSums,
+    members: list[Linear],
 ) -> list[tuple[str, float, list[ChangedLayer | str | None]]]:
-    """job: a site's sums and its linears. Returns per linear its name, its error now, and for each question the answer,
-    why there is none, or None where the question leaves it out."""
-    sums, members = job
-    torch.set_num_threads(threads)  # per call: a part of this setting is one for all threads
+    """Per linear of a site its name, its error now, and for each question the answer, why there is none, or None where
+    the question leaves it out."""
     moved = sums.to(device)
     for linear in members:
         if not quantized.layer(linear.name).transform.same(sums.transform):
@@ -223,7 +243,7 @@ def _check_site(
             )
     weights = {linear.name: read_weight(model, linear).to(device) for linear in members}
     prepared: dict[LayerConfig, PreparedSite] = {}
-    again = [_quantize_again(weights, question.configs, moved, prepared) for question in questions]
+    again = [quantize_again(weights, question.configs, moved, prepared) for question in questions]
     traces = [matrix.double() for matrix in (moved.xx, moved.xq, moved.qq)]
     results = []
     for name, weight in weights.items():
@@ -245,7 +265,7 @@ def _check_site(
     return results
 
 
-def _quantize_again(
+def quantize_again(
     weights: dict[str, Tensor],
     configs: dict[str, LayerConfig],
     sums: ActivationSums,
@@ -270,13 +290,18 @@ def _quantize_again(
                 results[names[0]] = str(error)
             else:  # one of them
                 for name in names:
-                    results |= _quantize_again({name: weights[name]}, configs, sums, prepared)
+                    results |= quantize_again({name: weights[name]}, configs, sums, prepared)
     return results
 
 
-def _error(objective: Objective, layer: Layer) -> float:
+def error_by_channel(objective: Objective, layer: Layer) -> Tensor:
+    """J of each output channel of a layer as it is stored, (n,) float64."""
     down = layer.transform.down_from_raw(layer.proj_down.double())
-    return relative(objective(layer.weight_hat(), layer.proj_up, down), objective.output_energy)
+    return objective.by_channel(layer.weight_hat(), layer.proj_up, down)
+
+
+def _error(objective: Objective, layer: Layer) -> float:
+    return relative(error_by_channel(objective, layer).sum().item(), objective.output_energy)
 
 
 def _bytes(n: int, k: int, rank: int, group: int) -> int:

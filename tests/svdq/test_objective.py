@@ -50,12 +50,15 @@ def test_the_closed_form_is_the_norm_on_ill_conditioned_inputs(spread):
 def test_the_terms_without_a_low_rank_part_are_the_norm_without_it():
     x, x_hat, weight, weight_hat, _, _ = problem(1)
     wanted = norm_squared(x, x_hat, weight, weight_hat, torch.zeros_like(weight))
-    assert abs(objective_of(x, x_hat, weight).codes_terms(weight_hat) - wanted) <= 1e-9 * wanted
+    nothing = torch.zeros(len(weight), 0), torch.zeros(weight.shape[1], 0)
+    assert abs(objective_of(x, x_hat, weight)(weight_hat, *nothing) - wanted) <= 1e-9 * wanted
 
 
-def test_rank_0_adds_nothing():
-    x, x_hat, weight, weight_hat, up, down = problem(2, r=0)
-    assert objective_of(x, x_hat, weight).lowrank_terms(weight_hat, up, down) == 0.0
+def test_the_objective_by_channel_is_the_norm_of_each_output():
+    x, x_hat, weight, weight_hat, up, down = problem(2)
+    wanted = (x @ weight.t() - x_hat @ weight_hat.t() - x @ (up @ down.t()).t()).square().sum(0)
+    found = objective_of(x, x_hat, weight).by_channel(weight_hat, up, down)
+    assert torch.allclose(found, wanted, rtol=1e-9, atol=0)
 
 
 def test_the_output_energy_is_that_of_the_unquantized_layer():

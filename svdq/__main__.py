@@ -1,0 +1,5 @@
+"""python -m svdq: the svdq command."""
+
+from svdq.cli.main import main
+
+main()

@@ -34,7 +34,7 @@ class _Ranks(click.ParamType):
 @click.option(
     "-o", "--out", metavar="PLAN.json", callback=options.check_writable, help="Write it for svdq quantize --overrides."
 )
-@click.option("--ranks", type=_Ranks(), default="0,16,32,48,64", show_default=True, help="Ranks to choose from.")
+@click.option("--ranks", type=_Ranks(), default="0,16,32,64", show_default=True, help="Ranks to choose from.")
 @click.option("--no-16bit", is_flag=True, help="Leave no linear in 16 bits.")
 @click.option(
     "--weigh",

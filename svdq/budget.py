@@ -37,11 +37,12 @@ from svdq.formats import FORMATS
 from svdq.layer import PreparedSite, QuantizedLinear
 from svdq.models import Linear, Model, read_weight
 from svdq.objective import ActivationSums, Objective, relative
+from svdq.pipeline import calibration_identity
 from svdq.quantized import Layer
 from svdq.store_checks import error_by_channel, map_sites, quantize_again
 
 WEIGHTINGS = ("gradient", "error")
-RANKS = (0, 16, 32, 48, 64)
+RANKS = (0, 16, 32, 64)
 _UNITS = {"bits": 0, "%": 0, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -115,14 +116,12 @@ def measure(
     """The choices of every linear that `config` selects, in the model's order; knobs but the rank are as `config` says.
 
     sensitivity  of svdq.sensitivity; None: weigh by 'error'
-    Raises ConfigError if the store is another model's or lacks a linear.
+    Raises ConfigError if the store does not fit the model, the linears or W4A4, the format that plans are for.
     """
     device = torch.device(device)
-    store.check_model(model.files.source_fingerprint())
-    linears = preflight.plan(model, config).linears
-    known = set(store.manifest["linears"])
-    if lacking := [linear.name for linear in linears if linear.name not in known]:
-        raise ConfigError(f"{store.directory}: was calibrated without {lacking[0]}; calibrate with it selected")
+    the_plan = preflight.plan(model, config)
+    calibration_identity(model, the_plan, config, store, None, None)
+    linears = the_plan.linears
     run = partial(_measure_site, model, config, sorted(set(ranks)), sensitivity, device)
     found: dict[str, tuple[list[Choice], list[str]]] = {}
     for results in map_sites(model, store, linears, run, device, partial(progress, "choices")):

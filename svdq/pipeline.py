@@ -194,7 +194,7 @@ def quantize(
     started = time.perf_counter()
     device = torch.device(device)
     the_plan = plan(model, config)
-    activation, calibrated = _calibration_identity(model, the_plan, config, store, data, calibration)
+    activation, calibrated = calibration_identity(model, the_plan, config, store, data, calibration)
     tokens = 0 if data is None else data.tokens
     spilled = preflight.spill_bytes(model, the_plan.linears, tokens, device, max_host_memory)
     out, work = check_run_output(out, the_plan, model, spilled, directory=shard_bytes is not None)
@@ -276,7 +276,7 @@ def quantize(
     )
 
 
-def _calibration_identity(
+def calibration_identity(
     model: Model,
     the_plan: Plan,
     quantization: QuantConfig,

@@ -39,10 +39,10 @@ class _Ranks(click.ParamType):
 @click.option(
     "--weigh",
     type=click.Choice(["gradient", "error"]),
-    default="gradient",
+    default="error",
     show_default=True,
-    help="gradient: by how far a layer's error moves the model's output (needs the whole model in memory, in float32); "
-    "error: each layer's own error alike.",
+    help="error: the layers' relative errors alike; gradient: by how far each moves the model's output, an estimate "
+    "(needs the whole model in memory, in float32).",
 )
 @click.option("--tokens", type=click.IntRange(1), default=4096, show_default=True, help="Read for the gradients.")
 @click.option("--plot", "plot_file", metavar="FILE", callback=options.check_plot, help="Draw the front: .png or .svg.")

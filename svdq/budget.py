@@ -333,7 +333,7 @@ def override_file(chosen: Allocation, config: QuantConfig, predicted: dict[str, 
     for common, _ in counted:
         overrides.append(["*", {"rank": common}])
         overrides += [[name, {"rank": rank}] for name, rank in ranks.items() if rank not in (None, common)]
-    lists = {"overrides": overrides, "ignore": [*config.ignore, *kept]}
+    lists: dict[str, list] = {"overrides": overrides, "ignore": [*config.ignore, *kept]}
     rows = {
         key: ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in entries) for key, entries in lists.items()
     }

@@ -194,8 +194,8 @@ def _stored_errors(layer: Layer, packed: StoredLinear, half: Tensor) -> dict[str
     exact = wide @ layer.weight_hat(torch.float64).t()
     if layer.proj_up.shape[1]:
         exact += (half.double() @ layer.proj_down.double()) @ layer.proj_up.double().t()
-    if layer.bias is not None:
-        exact += layer.bias.to(half.dtype).double()
+    if layer.bias is not None:  # with 16-bit activations the operators take it as rounded to their type
+        exact += (layer.bias.to(half.dtype) if layer.transform.dtype is None else layer.bias).double()
     of_few, of_many = (_beyond_rounding(packed.product(half[:m], torch.float32), exact[:m]) for m in (few, len(half)))
     explained = torch.finfo(half.dtype).eps if layer.transform.dtype is None else 0.0
     return {

@@ -4,6 +4,8 @@ TORCH ?= torch==2.13.0
 # the Debian package of the browser that opens the HTML reports in a test; empty = install none, skip that test
 BROWSER ?= chromium
 
+JOBS ?= 2  # test processes
+
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 # strict: an editable install that maps the four code folders into one package, as a tree of links to their files
@@ -42,7 +44,7 @@ $(LINKED): $(INSTALLED)
 # pytest, not python -m pytest: that would put the repository's folders svdq and kernels before the installed packages.
 test: lint typecheck model texts browser  ## what CI runs: lint, types, and every test that needs no GPU
 	@echo "test: pytest"
-	@$(VENV)/bin/pytest -m "not gpu"
+	@$(VENV)/bin/pytest -m "not gpu" -n $(JOBS) --dist loadfile
 
 lint: setup  ## ruff
 	@echo "lint: ruff"

@@ -44,7 +44,7 @@ def _versions(context: click.Context, parameter: click.Parameter, wanted: bool) 
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_versions,
               help="Versions of svdq, Python, torch and the CUDA driver, and the GPUs.")  # fmt: skip
 def svdq() -> None:
-    """Offline W4A4 quantization of transformers.
+    """Offline quantization of transformers to W4A4 and other low-bit formats.
 
     record, calibrate, plan, quantize, tune, verify, export-packed; compare, inspect, kernels, roofline, profile, bench,
     doctor tell what is.

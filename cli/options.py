@@ -159,17 +159,21 @@ pattern_options = _stack(
 weight_options = _stack(
     format_option,
     click.option("--symmetric", is_flag=True, default=None, help="Of w4a16: no zero points."),
-    click.option("--rank", type=int, show_default=str(_LAYER.rank), help="Rank of the 16-bit correction; 0 = none."),
+    click.option(
+        "--rank", type=int, show_default="16; 0 with w4a16, w8a16, nf4", help="Rank of the 16-bit correction; 0 = none."
+    ),
     click.option(
         "--group-size",
         type=int,
-        show_default=str(_LAYER.group_size),
+        show_default="64; w4a16 128, nvfp4 16, w8a16 the row",
         help="Weights that share a scale; 0 = a whole row (w4a16).",
     ),
     click.option("--rounds", type=int, show_default=str(_LAYER.rounds), help="GPTQ / SVD alternations."),
     click.option("--damping", type=float, show_default="K / tokens, 0.01 to 0.5", help="Share of the mean diagonal."),
     click.option(
-        "--objective", show_default=_LAYER.objective, help="output (activation error seen), weight, svd or nearest."
+        "--objective",
+        show_default="output; nearest with w8a16, nf4",
+        help="output (activation error seen), weight, svd or nearest.",
     ),
     click.option("--sweeps", type=int, show_default="0", help="Coordinate-descent sweeps over the codes."),
     click.option("--svd", show_default=_LAYER.svd, help="auto, krylov or exact."),

@@ -65,15 +65,8 @@ def command(context, model_dir, out, calib, data, subfolder, samples, seq_len, m
     tuning = options.tune_config(preset, tune, seed)
     if calib and data:
         raise ConfigError("--calib and --data: both given; wanted a store or a text to calibrate on, not both")
-    if form in WEIGHT_ONLY:
-        options.refuse_given(
-            context, ("smoothing", "rotation", "act_clip"), f"is of 4-bit activations, {form} has none"
-        )
     alone = config.layer.objective == "nearest"
-    if alone and (calib or data or tuning):
-        raise ConfigError("--objective nearest: looks at no data; leave out --calib, --data and --tune")
-    if tuning and form != "w4a4":
-        raise ConfigError(f"--tune: knows w4a4 alone, not {form}")
+    _check_format(context, form, preset, config, bool(tuning), bool(calib or data))
     if not calib and not data and not dry_run and not alone:
         raise ConfigError("wanted --calib CALIB_DIR (from svdq calibrate) or --data SRC to calibrate on")
     if calib:
@@ -151,6 +144,30 @@ def command(context, model_dir, out, calib, data, subfolder, samples, seq_len, m
     options.write_report(json_file, numbers)
     undone = bool(tuning) and not numbers["tuned"]["kept"]
     return 1 if strict and (summary.repairs or summary.warnings or undone) else 0
+
+
+def _check_format(context, form: str, preset: str, config, tuned: bool, given: bool) -> None:
+    """Options that the format would leave without a meaning are errors."""
+    from svdq.config import PRESETS, TUNED_PRESETS, WEIGHT_ONLY
+    from svdq.errors import ConfigError
+
+    if tuned and form != "w4a4":
+        raise ConfigError(f"--tune and --preset best: know w4a4 alone, not {form}")
+    if form in WEIGHT_ONLY:
+        why = f"is of 4-bit activations, {form} has none"
+        options.refuse_given(context, ("smoothing", "rotation", "act_clip"), why)
+        if preset not in ("quality", *TUNED_PRESETS) and not PRESETS[preset][1]:
+            raise ConfigError(f"--preset {preset}: {why}")
+    if config.layer.objective != "nearest":
+        return
+    other = "" if form == "nf4" else ", or take --objective output"
+    if given:
+        raise ConfigError(f"{form} rounds to nearest and looks at no data; leave out --calib and --data{other}")
+    names = ("samples", "seq_len", "min_tokens", "seed", "rounds", "damping", "svd", "max_host_memory")
+    options.refuse_given(context, names, f"{form} rounds to nearest and looks at no data")
+    for pattern, values in config.overrides:
+        if lost := {"rounds", "damping"} & values.keys():
+            raise ConfigError(f"--override {pattern}: {min(lost)} has no meaning where weights are rounded to nearest")
 
 
 def check_preset(store, preset: str, form: str, given: dict) -> None:

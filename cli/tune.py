@@ -38,6 +38,7 @@ def command(context, model_dir, file, out, data, steps, rate, tokens_per_step, s
     from svdq.pipeline import data_identity
     from svdq.preflight import check_output
     from svdq.quantized import open_quantized
+    from svdq.tune import check_tunable
 
     config = TuneConfig(steps=steps, rate=rate, tokens_per_step=tokens_per_step, seed=seed)
     console = options.Console(quiet, json_file)
@@ -45,6 +46,7 @@ def command(context, model_dir, file, out, data, steps, rate, tokens_per_step, s
     shard_bytes = options.shard_bytes(context, out, max_shard_size)
     model = open_inputs(model_dir, [data], trust_remote_code)
     quantized = open_quantized(file)
+    check_tunable(quantized)
     check_output(out, quantized.file.size, [quantized.file.path], directory=bool(shard_bytes))
     note_if_shortened(console, model, seq_len)
     tokens = read_tokens(

@@ -32,7 +32,7 @@ from svdq.cli import options
 @click.option("--seed", type=options.SEED, default=0, show_default=True, help="Which sequences are drawn.")
 @click.option("--max-error", type=float, default=0.5, show_default=True, help="Largest quantization error of a layer.")
 @click.option("--max-kernel-error", type=float, default=1e-5, show_default=True, help="Largest kernel error.")
-@click.option("--max-perplexity-ratio", type=float, show_default="unchecked", help="W4A4 over original.")
+@click.option("--max-perplexity-ratio", type=float, show_default="unchecked", help="Quantized over original.")
 @click.option(
     "--kernels",
     type=click.Choice(["reference", "cuda"]),

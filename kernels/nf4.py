@@ -22,7 +22,7 @@ from svdq.kernels import compile as kernels
 from svdq.kernels import ops
 from svdq.kernels.launch import launch
 
-FEW_ROWS = 8  # each is a product of its own
+FEW_ROWS = 4  # each is a product of its own; five cost more than the dequantized product at 4096 x 4096
 BLOCK_WEIGHTS = nf4.BLOCK * nf4.NESTED_BLOCK  # of one block of threads of the dequantization
 WARPS, ROWS, STEP, KEPT = 32, 4, 16, 16  # of nf4_gemv.cu; STEP in scales' blocks
 SHARED_BYTES = 256 * 256 + 256 * 4 + KEPT * WARPS * ROWS * 4  # both tables, the sums

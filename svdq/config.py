@@ -120,7 +120,12 @@ class LayerConfig:
         if not isinstance(self.symmetric, bool) or (self.symmetric and self.format != "w4a16"):
             raise ConfigError(f"symmetric: {self.symmetric!r} — a choice of w4a16 alone; the others always are")
         if self.objective == "nearest" and (self.format not in WEIGHT_ONLY or self.rank or self.sweeps):
-            raise ConfigError(f"objective: nearest — for {', '.join(WEIGHT_ONLY)}, with rank 0 and no sweeps")
+            if self.format not in WEIGHT_ONLY:
+                raise ConfigError(f"objective: nearest — for {', '.join(WEIGHT_ONLY)}, not {self.format}")
+            other = "" if self.format == "nf4" else ", or --objective output with --calib"
+            raise ConfigError(
+                f"rank {self.rank}, sweeps {self.sweeps}: {self.format} rounds to nearest; wanted 0{other}"
+            )
         if self.format == "nf4" and self.objective != "nearest":
             raise ConfigError(f"objective: {self.objective} — nf4 is rounded to nearest, as its readers expect")
         if self.format == "w4a16" and self.sweeps and not self.symmetric:

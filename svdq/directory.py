@@ -34,7 +34,10 @@ from svdq.errors import CheckpointError
 from svdq.schema import QUANTIZATION_CONFIG
 
 FORMAT = "pt"  # what transformers asks of a header's "format", which only shards have
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".npz",
+    ".mlmodel", ".index.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ LAYOUTS = {"w4a16": ("rows",), "w8a16": ("rows",), "nf4": ("rows",), "nvfp4": ("
 def rules(form: str, order: str, canonical: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
     """The stored tensors of a linear in this order. Raises CheckpointError for one that the format has not."""
     if order not in LAYOUTS[form]:
-        raise CheckpointError(f"packing {order!r}: {form} has {' and '.join(LAYOUTS[form])}")
+        raise CheckpointError(f"packing.layout is {order!r}; wanted {' or '.join(LAYOUTS[form])} for {form}")
     if form != "nvfp4":
         return canonical
     return schema.PACKED_NVFP4 if order == "mma" else schema.ROWS_NVFP4

@@ -325,9 +325,10 @@ def _open_work(work: Path, identity: dict) -> None:
         raise CheckpointError(f"{work}: cannot be created or read: {error.strerror}") from None
     if run.exists():
         found = read_json(run)
-        difference = (
-            first_difference(identity, found) if isinstance(found, dict) else "configuration (run.json is broken)"
-        )
+        difference: str | None = "configuration (run.json is broken)"
+        if isinstance(found, dict):
+            config = {"config": identity["config"]}, {"config": found.get("config")}
+            difference = first_difference(*config) or first_difference(identity, found)
         if difference:
             raise ConfigError(
                 f"{work}: holds an unfinished run with another {difference}; finish it or delete the directory"

@@ -14,7 +14,7 @@ import torch
 from svdq.calibration.capture import REPLAY_BYTES
 from svdq.calibration.states import DEVICE_BYTES
 from svdq.calibration.statistics import CHUNK_TOKENS
-from svdq.config import ACTIVATION_GROUP, QuantConfig, matches
+from svdq.config import ACTIVATION_GROUP, LayerConfig, QuantConfig, matches
 from svdq.errors import CheckpointError, ConfigError
 from svdq.formats import FORMATS
 from svdq.kernels import quantizer
@@ -53,9 +53,9 @@ def plan(model: Model, config: QuantConfig) -> Plan:
         stored = model.files.info(f"{linear.name}.weight").dtype
         if stored not in _WEIGHT_TYPES:
             problems.append(f"{linear.name}: its weight is stored as {stored}; wanted a 16- or 32-bit model")
-        unit = layer.group_size or (1 if layer.format == "w8a16" else 32)  # W4A16's words and their loads: 32 codes
+        unit = _unit(layer)
         if linear.k % unit:
-            problems.append(_indivisible(linear, unit, smaller=layer.format == "w4a16" and linear.k % 32 == 0))
+            problems.append(_indivisible(linear, unit, _fitting_group(layer, linear.k)))
         elif layer.rank > min(linear.n, linear.k):
             problems.append(
                 f"{linear.name}: rank {layer.rank} exceeds its size {linear.n} x {linear.k}; "
@@ -259,11 +259,26 @@ def check_groups(linears: list[Linear]) -> None:
         raise ConfigError("\n".join(_indivisible(linear, ACTIVATION_GROUP) for linear in bad))
 
 
-def _indivisible(linear: Linear, group: int, smaller: bool = False) -> str:
-    fitting = next((size for size in (64, 32) if linear.k % size == 0), 0) if smaller else 0
+def _unit(layer: LayerConfig) -> int:
+    """What in_features must be a multiple of: the group, the kernels' loads of 32 codes, and where sums are taken the
+    groups that those see."""
+    if layer.format == "nf4":
+        return 1  # its blocks run through the flattened weight
+    unit = layer.group_size or 32
+    return unit if layer.objective == "nearest" else max(unit, ACTIVATION_GROUP)
+
+
+def _fitting_group(layer: LayerConfig, k: int) -> int:
+    """A smaller group of w4a16 that in_features are a multiple of; 0 if there is none."""
+    smallest = 32 if layer.objective == "nearest" else ACTIVATION_GROUP
+    sizes = (size for size in (64, 32) if size < layer.group_size and k % max(size, smallest) == 0)
+    return next(sizes, 0) if layer.format == "w4a16" else 0
+
+
+def _indivisible(linear: Linear, unit: int, fitting: int = 0) -> str:
     other = f"take --group-size {fitting}, or " if fitting else ""
     return (
-        f"{linear.name}: in_features {linear.k} is not a multiple of the group size {group}; "
+        f"{linear.name}: in_features {linear.k} is not a multiple of {unit}; "
         f"{other}leave it in 16 bits with --ignore '{linear.name}'"
     )
 

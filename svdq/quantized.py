@@ -97,13 +97,19 @@ class QuantizedFile:
         self._rules = self.format.rules if self.kind == "canonical" else schema.PACKED
         if self.kind == "packed" and self.format.name != "w4a4":
             self._order = str(self.config["packing"]["layout"])
-            self._rules = export_formats.rules(self.format.name, self._order, self.format.rules)
+            try:
+                self._rules = export_formats.rules(self.format.name, self._order, self.format.rules)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file.path}: {error}") from None
         entries = self.meta(schema.LAYERS, dict)
         self.layers: dict[str, tuple[int, int, int, int]] = {}
         self._packed: dict[str, tuple[str, PackedSizes]] = {}  # part name → (packed name, its sizes)
         for name, entry in entries.items():
             if self.format.name != "w4a4" or self.kind == "canonical":
                 self.layers[name] = n, k, rank, group = schema.layer_sizes(entry, name, self.format.group_unit)
+                whole = {"w8a16": k, "nf4": nf4.BLOCK}.get(self.format.name, group)
+                if group != whole or (rank and self.format.name == "nf4"):
+                    raise CheckpointError(f"{file.path}: {name} has group {group}, rank {rank}; wanted {whole}, 0")
                 self._check(name, self._rules, {**export_formats.padded(self._order, n, k, rank), "g": group})
             else:
                 packed = PackedSizes.from_dict(entry, name)
@@ -132,9 +138,10 @@ class QuantizedFile:
             raise CheckpointError(f"{where}: its format is {name!r}, this svdq knows {', '.join(FORMATS)}")
         self.format = FORMATS[name]
         activation = self.format.config(LayerConfig())["activation"]
+        rotations = ROTATIONS if self.format.activation is not None else ("none",)
         known = {
             "packing.version": (config["packing"].get("version"), (schema.FORMAT_VERSION,)),
-            "rotation": (config.get("rotation"), ROTATIONS),
+            "rotation": (config.get("rotation"), rotations),
             "weight.dtype": (_entry(config, "weight", "dtype"), self.format.dtypes),
             "activation.dtype": (_entry(config, "activation", "dtype"), (_entry(activation or {}, "dtype"),)),
         }

@@ -157,12 +157,13 @@ def _hurting_most(report: Report, most: int = 5) -> list[str]:
         return []
     rows = [row for row in report.layers if getattr(row, measure) is not None]
     rows.sort(key=lambda row: _falling(getattr(row, measure)))
-    lines = [
-        f"the layers that hurt most, by error {measures[measure]} (in brackets the quantizer's own, round by round):"
-    ]
-    for row in rows[:most]:
-        rounds = ", ".join(f"{100 * entry['error']:.2f}" for entry in row.quantizer["rounds"]) if row.quantizer else "?"
-        lines.append(printable(f"  {percent(getattr(row, measure)):>8}  {row.name}  ({rounds} %)"))
+    shown = [(row, (row.quantizer or {}).get("rounds", [])) for row in rows[:most]]
+    brackets = " (in brackets the quantizer's own, round by round)" if any(rounds for _, rounds in shown) else ""
+    lines = [f"the layers that hurt most, by error {measures[measure]}{brackets}:"]
+    for row, rounds in shown:
+        own = ", ".join(f"{100 * entry['error']:.2f}" for entry in rounds)
+        own = f"  ({own} %)" if rounds else ""
+        lines.append(printable(f"  {percent(getattr(row, measure)):>8}  {row.name}{own}"))
     return lines
 
 

@@ -182,7 +182,8 @@ class ActivationTransform:
 
     def same(self, other: ActivationTransform) -> bool:
         """Whether two layers can share one activation quantizer. The clip is compared as float32, as it is stored."""
-        if (self.rotation, self.smooth is None) != (other.rotation, other.smooth is None):
+        kinds = [(one.rotation, one.smooth is None, one.dtype) for one in (self, other)]
+        if kinds[0] != kinds[1]:
             return False
         clips = torch.tensor([self.clip, other.clip], dtype=torch.float32)
         return bool(clips[0] == clips[1]) and (

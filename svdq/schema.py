@@ -189,6 +189,6 @@ def layer_sizes(entry: Any, name: str, unit: int = 64) -> tuple[int, int, int, i
     n, k, rank, group = sizes
     if not all(isinstance(s, int) and not isinstance(s, bool) for s in sizes) or min(n, k, group) < 1 or rank < 0:
         raise CheckpointError(f"{name}: its svdq.layers entry {entry!r} is not a set of sizes")
-    if group % unit or k % group:
+    if group % unit or (k % group and unit != 1):  # unit 1: NF4, whose blocks run on through the rows
         raise CheckpointError(f"{name}: in_features {k} do not divide into groups of {group} (a multiple of {unit})")
     return n, k, rank, group

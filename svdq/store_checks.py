@@ -24,13 +24,14 @@ from torch import Tensor
 
 from svdq import schema
 from svdq.calibration.store import Store
-from svdq.config import LayerConfig, QuantConfig
+from svdq.config import WEIGHT_ONLY, LayerConfig, QuantConfig
 from svdq.errors import CheckpointError, ConfigError, NumericsError
 from svdq.layer import PreparedSite, QuantizedLinear, prepare_site, quantize_linears
 from svdq.models import Linear, Model, read_weight
 from svdq.objective import ActivationSums, Objective, relative
 from svdq.preflight import WIDE
 from svdq.quantized import Layer, QuantizedFile
+from svdq.sites import raw_sums
 
 KNOBS: dict[str, type] = {"rank": int, "group_size": int, "rounds": int, "sweeps": int, "damping": float}
 T = TypeVar("T")
@@ -115,6 +116,8 @@ def plan_changes(quantized: QuantizedFile, store: Store | None, changes: Sequenc
     where = quantized.file.path
     if store is None:
         raise ConfigError("changes of knobs are asked of a calibration store; found none")
+    if quantized.format.name != "w4a4":
+        raise ConfigError(f"--what-if: knows w4a4 alone, {where} is {quantized.format.name}")
     if quantized.kind == "packed":
         raise ConfigError(f"--what-if: {where} is packed; wanted the canonical file of svdq quantize")
     calibrated = quantized.meta(schema.CALIBRATION, dict)
@@ -235,11 +238,13 @@ def _check_site(
 ) -> list[tuple[str, float, list[ChangedLayer | str | None]]]:
     """Per linear of a site its name, its error now, and for each question the answer, why there is none, or None where
     the question leaves it out."""
+    if quantized.format.name in WEIGHT_ONLY:
+        sums = raw_sums(sums)
     moved = sums.to(device)
     for linear in members:
         if not quantized.layer(linear.name).transform.same(sums.transform):
             raise CheckpointError(
-                f"{store.directory}: {linear.name} was quantized with another smoothing, rotation or clip"
+                f"{store.directory}: {linear.name} was quantized with another smoothing, rotation or clip, or format"
             )
     weights = {linear.name: read_weight(model, linear).to(device) for linear in members}
     prepared: dict[LayerConfig, PreparedSite] = {}

@@ -57,6 +57,14 @@ class TuneReport:
         return self.after < self.before
 
 
+def check_tunable(quantized: QuantizedFile) -> None:
+    """Raises ConfigError for a packed file, and for another format than w4a4."""
+    if quantized.format.name != "w4a4":
+        raise ConfigError(f"{quantized.file.path}: {quantized.format.name}; tuning knows w4a4 alone")
+    if quantized.kind != "canonical":
+        raise ConfigError(f"{quantized.file.path}: a packed file; wanted the canonical one that it was packed from")
+
+
 def tune(
     model: Model,
     quantized: QuantizedFile,
@@ -68,11 +76,11 @@ def tune(
 ) -> tuple[dict[str, Layer], TuneReport]:
     """name → layer, tuned, or as it was where that was no worse; the file is not changed.
 
-    Raises ConfigError for a packed file, DataError for fewer than two sequences, NumericsError if a step diverges.
+    Raises ConfigError for a packed file or another format, DataError for fewer than two sequences, NumericsError if a
+    step diverges.
     """
     device = torch.device(device)
-    if quantized.kind != "canonical":
-        raise ConfigError(f"{quantized.file.path}: a packed file; wanted the canonical one that it was packed from")
+    check_tunable(quantized)
     if len(data.sequences) < 2:
         raise DataError(f"{data.source}: one sequence; wanted at least two, one of them held out")
     held = max(1, len(data.sequences) // HELD_OUT)

@@ -243,6 +243,8 @@ def _layer_problems(model: Model, linear: Linear, layer: Layer) -> list[str]:
     if layer.codes.amin() < low or layer.codes.amax() > grid.hi:
         problems.append(f"{name}: codes leave [{low}, {grid.hi}]")
     scales = grid.per_code(layer.scales, layer.unit)
+    if "w_zeros" in layer.stored and layer.stored["w_zeros"].amax() > 15:
+        problems.append(f"{name}.w_zeros: a zero point beyond 15")
     positive = layer.format == "nf4" or bool((scales > 0).all())  # NF4's are rounded, to 0 and beyond
     if not (torch.isfinite(scales).all() and positive):
         problems.append(f"{name}: a weight scale is not finite and positive")

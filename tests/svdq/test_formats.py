@@ -233,7 +233,10 @@ def test_scales_of_nvfp4_lie_on_the_grid_of_e4m3():
         ({"format": "nvfp4", "group_size": 64}, "nvfp4 knows 16"),
         ({"format": "w4a4", "symmetric": True}, "a choice of w4a16 alone"),
         ({"format": "w4a4", "objective": "nearest", "rank": 0}, "for w4a16, w8a16, nf4"),
-        ({"format": "w4a16", "group_size": 64, "objective": "nearest", "rank": 8}, "with rank 0"),
+        (
+            {"format": "w4a16", "group_size": 64, "objective": "nearest", "rank": 8},
+            "rank 8, sweeps 0: w4a16 rounds to nearest",
+        ),
         ({"format": "w4a16", "group_size": 64, "sweeps": 1}, "for symmetric codes"),
         ({"format": "nf4", "objective": "output"}, "rounded to nearest"),
         ({"format": "int3"}, "wanted one of w4a4"),

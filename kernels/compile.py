@@ -132,7 +132,7 @@ def rope_kernel(scalar: str, head_dim: int) -> Kernel:
     return Kernel("qknorm_rope", (("SCALAR", scalar), ("HEAD_DIM", head_dim)))
 
 
-_STAGED_GROUPS = 128  # scales of a row in shared memory at once
+_STAGED_GROUPS = 128  # SCALED_GROUPS of weight_only.cu, which checks that its shared memory is enough
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,7 @@ def weight_only_tile(bits: int, m: int, group: int) -> WeightOnlyTile:
 def weight_only_kernel(scalar: str, tile: WeightOnlyTile) -> Kernel:
     sizes = {
         "BITS": tile.bits, "STRIPS": tile.rows // 16, "TILES": tile.tokens // 8, "WARPS": tile.warps,
-        "STAGES": tile.stages, "TURNED": int(tile.turned), "SCALED_GROUPS": _STAGED_GROUPS,
-        "SHARED_BYTES": tile.shared_bytes,
+        "STAGES": tile.stages, "TURNED": int(tile.turned), "SHARED_BYTES": tile.shared_bytes,
     }  # fmt: skip
     return Kernel("weight_only", (("SCALAR", scalar), *sizes.items()))
 

@@ -162,7 +162,7 @@ def kernel_errors(kernels: KernelLinear, x: Tensor) -> dict[str, Any]:
     Fewer tokens than it takes to reach both are repeated.
     """
     layer, packed = kernels.layer, kernels.packed
-    if not isinstance(packed, W4A4Linear):
+    if isinstance(packed, StoredLinear):
         return _stored_errors(layer, packed, kernels.cast(x.to(layer.codes.device)))
     half = kernels.cast(x.to(packed.qweight.device))
     if len(half) <= FEW_TOKENS:

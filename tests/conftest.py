@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -262,13 +263,18 @@ def kernel_cache(tmp_path_factory):
     """A directory with every kernel compiled for every listed architecture. Shared: only read it."""
     from svdq.kernels import compile as kernels
 
-    directory = tmp_path_factory.mktemp("kernels")
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one for all test processes
+        directory = directory.parent
+    directory = directory / "kernels"
     # in two processes: two threads of one compile 1.3 to 1.5 times as fast as one
     build = "import sys; from svdq.kernels import compile; [compile.build(arch) for arch in sys.argv[1:]]"
     env = {**os.environ, "SVDQ_CACHE_DIR": str(directory)}
     halves = kernels.ARCHITECTURES[0::2], kernels.ARCHITECTURES[1::2]
-    both = [subprocess.Popen([sys.executable, "-c", build, *half], cwd=directory, env=env) for half in halves]
-    assert [process.wait() for process in both] == [0, 0]
+    with FileLock(f"{directory}.lock"):
+        directory.mkdir(exist_ok=True)
+        both = [subprocess.Popen([sys.executable, "-c", build, *half], cwd=directory, env=env) for half in halves]
+        assert [process.wait() for process in both] == [0, 0]
     return directory
 
 

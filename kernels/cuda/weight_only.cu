@@ -28,6 +28,7 @@ constexpr int TILE_K = STEPS * 32;
 constexpr int NEAR = TILES == 1 ? STEPS : 1;  // steps that x is ahead
 constexpr bool SCALED = BITS == 4;            // by the group; a row of bytes has one scale, for its finished sum
 constexpr int TOKENS = 8 * TILES;
+constexpr int SCALED_GROUPS = 128;  // scales of a row in shared memory at once
 constexpr int SCALE_STRIDE = SCALED_GROUPS + 1;  // odd: eight rows of a group are in eight banks
 constexpr int ROW_STRIDE = ROWS + 4;             // so that sums on their way to each other meet no bank twice
 constexpr int STAGE_VECTORS = STRIPS * 2 * THREADS;

@@ -200,8 +200,9 @@ def test_a_disk_that_fills_on_the_way_is_one_line(toy, calibration_ids, read_ids
 
 
 _PEAK = """
-import json, resource, sys, torch
+import json, sys, torch
 from svdq import pipeline, preflight
+from svdq.profiling import peak_bytes
 from svdq.calibration.data import TokenData
 from svdq.config import CalibrationConfig
 from svdq.models import open_model
@@ -215,7 +216,7 @@ data = TokenData(rows, "random", len(rows), 0, len(rows), total, total)
 linears = [linear for linear in model.linears if linear.name.endswith("q_proj")]
 pipeline.calibrate(model, out, data, CalibrationConfig(), linears=linears, max_host_memory=limit)
 estimated = preflight.calibration_bytes(model, linears, total, torch.device("cpu"), limit)
-print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, estimated]))
+print(json.dumps([peak_bytes("cpu"), estimated]))
 """
 
 

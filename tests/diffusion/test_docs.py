@@ -8,7 +8,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def commands(page):
-    blocks = re.findall(r"```console\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"```console(?: \w+)?\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     return [
         line.removeprefix("$ svdq ") for block in blocks for line in block.splitlines() if line.startswith("$ svdq ")
     ]

@@ -329,9 +329,10 @@ def test_an_architecture_is_named_after_the_capability():
 
 def test_other_architectures_have_the_kernels_that_hopper_has_besides_its_own():
     lists = {arch: set(all_kernels(arch)) for arch in (*ARCHITECTURES, "sm_87", "sm_103a")}
-    portable = lists["sm_80"]
+    portable, own = lists["sm_80"], lists.pop(kernels.FP4_CORES)
     assert all(found == portable for arch, found in lists.items() if arch != HOPPER)
     assert portable < lists[HOPPER]
+    assert {kernel.name for kernel in own ^ portable} == {"fp4_gemm_lora", "fp4_expand", "fp4_finish"}
     assert kernels.architecture(hopper.CAPABILITY) == HOPPER
 
 

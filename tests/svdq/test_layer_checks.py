@@ -74,7 +74,7 @@ def with_operands(monkeypatch):
                 change(packed)
             return packed
 
-        monkeypatch.setattr(layer_checks, "W4A4Linear", build)
+        monkeypatch.setattr(layer_checks, "linear_of", build)
 
     return install
 

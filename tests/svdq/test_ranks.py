@@ -180,10 +180,10 @@ def test_a_rank_that_dies_while_sums_are_taken_ends_the_job_and_the_store_is_res
 def test_a_rank_that_fails_ends_the_wait_of_the_first_at_once_and_its_message_is_the_only_one(model, store, tmp_path):
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(
-        "import os, sys\nfrom svdq import pipeline\nfrom svdq.cli.main import main\n"
+        "import os, sys\nfrom svdq import sites\nfrom svdq.cli.main import main\n"
         "from svdq.errors import NumericsError\n"
         "def fail(*arguments):\n    raise NumericsError('of no use')\n"
-        "if os.environ['RANK'] == '1':\n    pipeline.quantize_linears = fail\n"
+        "if os.environ['RANK'] == '1':\n    sites.quantize_linears = fail\n"
         "main(sys.argv[1:])\n"
     )
     job = Job(tmp_path, 2, "quantize", model, tmp_path / "out", "--calib", store, "--timeout", "300", wrapped=wrapper)

@@ -27,7 +27,7 @@ help:  ## this list
 setup: $(LINKED)  ## virtual environment with all dependencies, in .venv
 
 $(INSTALLED): pyproject.toml
-	@echo "set-up: virtual environment in $(VENV) (about 1.7 GB and 2 minutes the first time; several GB with a CUDA build of torch)"
+	@echo "set-up: virtual environment in $(VENV) (about 2.1 GB and 3 minutes the first time; several GB with a CUDA build of torch)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "set-up: installing $(TORCH)"
 	@$(PIP) install "pip>=23.1" "setuptools>=77" $(TORCH)

@@ -80,6 +80,7 @@ def command(model_dir, calib, budget, out, ranks, no_16bit, weigh, tokens, plot_
     config = options.quant_config(preset, ignore, (), override, False, rank=min(ranks))
     model = open_inputs(model_dir, [], trust_remote_code)
     run = preflight.plan(model, config)
+    budgets.check_before(run, wanted)
     store = Store.open(calib)
     check_preset(store, preset, "w4a4", {"smoothing": None, "rotation": None, "act_clip": None})
     sensitivity = None

@@ -38,6 +38,7 @@ from svdq.layer import PreparedSite, QuantizedLinear
 from svdq.models import Linear, Model, read_weight
 from svdq.objective import ActivationSums, Objective, relative
 from svdq.pipeline import calibration_identity
+from svdq.preflight import Plan
 from svdq.quantized import Layer
 from svdq.store_checks import error_by_channel, map_sites, quantize_again
 
@@ -257,6 +258,19 @@ def uniform(measured: list[Choices], rank: int) -> Allocation:
         same = [choice for choice in one.choices if choice.rank == rank]
         chosen[one.name] = same[0] if same else one.choices[-1]
     return _allocation(chosen)
+
+
+def check_before(run: Plan, budget: Budget) -> None:
+    """What needs no measuring: the smallest rank everywhere is within the budget. run: the plan of that rank.
+
+    Smoothing is left out, which a store may not have. Raises ConfigError.
+    """
+    spare = sum(4 * linear.k + 4 for linear in run.linears)
+    weights = sum(linear.n * linear.k for linear in run.linears)
+    least = {"bits": 8 * (run.work_bytes - spare) / weights, "bytes": run.output_bytes - spare}.get(budget.kind, 0.0)
+    if budget.value < least:
+        found = f"{least:.2f} bits a weight" if budget.kind == "bits" else f"{least / 1e6:,.1f} MB, the whole file"
+        raise ConfigError(f"--budget {budget.text!r}: the smallest of --ranks takes {found}; allow more")
 
 
 def meet(measured: list[Choices], budget: Budget, other_bytes: int) -> Allocation:

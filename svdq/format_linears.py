@@ -5,6 +5,8 @@ W4A16, W8A16 and NF4 are read in the order that they are stored in; NVFP4 is rep
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,14 @@ from svdq.formats import FORMATS
 from svdq.kernels import nf4 as nf4_kernels
 from svdq.kernels import nvfp4, reference, weight_only
 from svdq.quantized import Layer
+
+
+def move_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Move between devices, never between types: the stored types are the format (model.half() leaves them)."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            moved = fn(buffer)
+            module._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
 
 class StoredLinear(nn.Module):
@@ -65,11 +75,7 @@ class StoredLinear(nn.Module):
         """Whatever of the tensors depends on the device that they are on."""
 
     def _apply(self, fn, recurse=True):
-        """Move between devices, never between types: the stored types are the format (model.half() leaves them)."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                moved = fn(buffer)
-                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        move_buffers(self, fn)
         self._prepare()
         return self
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from svdq.errors import CheckpointError, ConfigError
 from svdq.export import pack_layers, packed_sizes
-from svdq.format_linears import StoredLinear, stored_linear
+from svdq.format_linears import StoredLinear, move_buffers, stored_linear
 from svdq.kernels import hopper, layout, ops, reference
 from svdq.kernels.launch import require
 from svdq.models import build_quantized_tree, linear_sizes
@@ -113,11 +113,7 @@ class _Packed(nn.Module):
         self.on_hopper = hopper.runs_on(self.qweight.device)  # not where it was saved
 
     def _apply(self, fn, recurse=True):
-        """Move between devices, never between types: the stored types are the format (model.half() leaves them)."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                moved = fn(buffer)
-                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        move_buffers(self, fn)
         self.on_hopper = hopper.runs_on(self.qweight.device)
         return self
 

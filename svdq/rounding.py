@@ -26,25 +26,6 @@ _CACHED_GROUPS = 512  # two buffers of 64 x 512 floats stay in a core's cache
 E4M3_MAX = 448.0  # the largest float8_e4m3fn
 
 
-def group_scales(
-    weight: Tensor,
-    grid: Grid,
-    *,
-    search: bool = True,
-    importance: Tensor | None = None,
-    unit: Tensor | None = None,
-) -> Tensor:
-    """What a code is multiplied by, per row, for ONE group of columns of a symmetric grid, as the stored type has it.
-
-    weight      (n, g) float32, the columns of one group. Not changed.
-    search      choose among SCALE_FRACTIONS (of E2M1 its own) of absmax/hi; otherwise absmax/hi
-    importance  (g,) float32 ≥ 0, weight of each column's squared error; None = equal
-    unit        (n,) float32, what the stored scale is multiplied by; None = 1
-    Returns     (n,) float32, finite and > 0: an all-zero group gets the smallest positive scale.
-    """
-    return fit_group(weight, grid, search=search, importance=importance, unit=unit)[0]
-
-
 def fit_group(
     weight: Tensor,
     grid: Grid,
@@ -53,7 +34,15 @@ def fit_group(
     importance: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`group_scales`, and the zero points (n,) float32 of an asymmetric grid, whose range always holds 0."""
+    """What a code is multiplied by, per row, for ONE group of columns, as the stored type has it; and the zero points.
+
+    weight      (n, g) float32, the columns of one group. Not changed.
+    search      choose among SCALE_FRACTIONS (of E2M1 its own) of the range; otherwise the whole range
+    importance  (g,) float32 ≥ 0, weight of each column's squared error; None = equal
+    unit        (n,) float32, what the stored scale is multiplied by; None = 1
+    Returns     (n,) float32, finite and > 0: an all-zero group gets the smallest positive scale; and the zero points
+                (n,) float32 of an asymmetric grid, whose range always holds 0, or None.
+    """
     columns = weight.t()  # (g, n): GPTQ's working matrix is stored that way, so this is contiguous there
     fractions = (E2M1_FRACTIONS if grid.e2m1 else SCALE_FRACTIONS) if search else (1.0,)
     if grid.asymmetric:

@@ -11,7 +11,7 @@ from svdq.grid import INT4_WEIGHT
 from svdq.rounding import (
     ActivationTransform,
     fake_quantize_activation,
-    group_scales,
+    fit_group,
     quantize_activation,
     rotate,
     round_to_nearest,
@@ -288,7 +288,7 @@ def weighted_error(weight, scale, importance):
 def test_without_a_search_a_scale_is_absmax_over_7_as_float16():
     weight = normal(33, 64)
     wanted = torch.tensor([float(np.float16(max(abs(v) for v in row) / 7)) for row in weight.tolist()])
-    assert torch.equal(group_scales(weight, INT4_WEIGHT, search=False), wanted)
+    assert torch.equal(fit_group(weight, INT4_WEIGHT, search=False)[0], wanted)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -296,7 +296,7 @@ def test_the_searched_scale_is_the_best_of_eleven_fractions(weighted):
     weight = normal(33, 64)
     weight[3, 7] = 40.0  # an outlier: a small fraction would pay if it were not for this value
     importance = normal(64, seed=1).square() + 1e-3 if weighted else torch.ones(64)
-    scales = group_scales(weight, INT4_WEIGHT, importance=importance if weighted else None)
+    scales = fit_group(weight, INT4_WEIGHT, importance=importance if weighted else None)[0]
     candidates = [(weight.abs().amax(1) * (f / 100 / 7)).half().float() for f in range(60, 101, 4)]
     errors = torch.stack([weighted_error(weight, c, importance) for c in candidates])
     reached = weighted_error(weight, scales, importance)
@@ -305,8 +305,8 @@ def test_the_searched_scale_is_the_best_of_eleven_fractions(weighted):
 
 def test_a_search_has_a_smaller_weighted_error_than_absmax():
     weight, importance = normal(33, 64), normal(64, seed=1).square()
-    searched = weighted_error(weight, group_scales(weight, INT4_WEIGHT, importance=importance), importance)
-    absmax = weighted_error(weight, group_scales(weight, INT4_WEIGHT, search=False), importance)
+    searched = weighted_error(weight, fit_group(weight, INT4_WEIGHT, importance=importance)[0], importance)
+    absmax = weighted_error(weight, fit_group(weight, INT4_WEIGHT, search=False)[0], importance)
     assert (searched <= absmax).all()
     # Gaussian weights: the best clip of a 15-level grid is well below the largest of 64 values
     assert searched.sum() < 0.95 * absmax.sum()
@@ -317,7 +317,7 @@ def test_the_importance_decides_which_columns_the_scale_serves():
     weight[:, 0] = 30.0  # alone it would make the others' step coarse
     ignored = torch.ones(64)
     ignored[0] = 0.0
-    found = group_scales(weight, INT4_WEIGHT, importance=ignored)
+    found = fit_group(weight, INT4_WEIGHT, importance=ignored)[0]
     assert found.tolist() == [float(np.float16(0.60 * 30 / 7))] * 8  # the smallest fraction there is
 
 
@@ -326,7 +326,7 @@ def test_the_importance_decides_which_columns_the_scale_serves():
 def test_case_23_tiny_and_zero_groups_get_a_finite_positive_float16_scale(value, search):
     weight = normal(3, 64)
     weight[1] = value
-    scales = group_scales(weight, INT4_WEIGHT, search=search, importance=torch.ones(64) if search else None)
+    scales = fit_group(weight, INT4_WEIGHT, search=search, importance=torch.ones(64) if search else None)[0]
     assert (scales.half() > 0).all()
     assert torch.isfinite(scales.half()).all()
 
@@ -344,7 +344,7 @@ def test_tiny_weights_get_codes_0(search):
 
 def test_a_group_whose_importance_is_all_zero_keeps_a_usable_scale():
     weight = normal(4, 64)
-    scales = group_scales(weight, INT4_WEIGHT, importance=torch.zeros(64))
+    scales = fit_group(weight, INT4_WEIGHT, importance=torch.zeros(64))[0]
     absmax = weight.abs().amax(1) / 7
     assert (scales >= 0.59 * absmax).all()  # still a fraction from 0.60 to 1.00, float16 rounding aside
     assert (scales <= 1.01 * absmax).all()
@@ -365,7 +365,7 @@ def test_rounding_to_nearest_in_wide_groups_uses_each_groups_importance():
     _, scales = round_to_nearest(weight, grid, search=True, importance=importance)
     for g in range(2):
         part = slice(192 * g, 192 * (g + 1))
-        alone = group_scales(weight[:, part].contiguous(), grid, importance=importance[part])
+        alone = fit_group(weight[:, part].contiguous(), grid, importance=importance[part])[0]
         assert torch.equal(scales[:, g].float(), alone)
 
 

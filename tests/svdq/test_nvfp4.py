@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from svdq import nvfp4
 from svdq.errors import NumericsError
 from svdq.grid import E2M1, pack_nibbles
-from svdq.rounding import group_scales, round_to_nearest
+from svdq.rounding import fit_group, round_to_nearest
 
 LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 D = torch.float64
@@ -125,13 +125,13 @@ def test_a_factor_that_some_16_bit_type_does_not_hold_is_refused(factor):
 def test_a_group_by_hand():
     """absmax 12 of a factor of 1: 12 / 6 = 2, and the values are twice the levels, or half-way between two."""
     weight = torch.tensor([[12.0, -8, 6, 4, 3, 2, 1, 0, 10, -7, 5, 3.5, 2.5, 1.5, 0.5, -0.5]])
-    assert (2 * group_scales(weight, E2M1, search=False)).tolist() == [2.0]
+    assert (2 * fit_group(weight, E2M1, search=False)[0]).tolist() == [2.0]
     assert nibbles(weight, torch.tensor([[2.0]])).tolist() == [[7, 14, 5, 4, 3, 2, 1, 0, 6, 14, 4, 4, 2, 2, 0, 8]]
 
 
 def test_the_search_maps_the_largest_to_4_where_that_is_exact():
     weight = torch.tensor([[4.0, -3, 2, 1, 1.5, 0.5, 0, 0, 4, 4, 3, 3, 2, 2, 1, 1]]) / 1024
-    assert (2 * group_scales(weight, E2M1, unit=torch.tensor([2.0**-12]))).tolist() == [2.0**-10]
+    assert (2 * fit_group(weight, E2M1, unit=torch.tensor([2.0**-12]))[0]).tolist() == [2.0**-10]
 
 
 def test_a_group_of_zeros_has_the_smallest_scale_and_codes_0():
@@ -148,7 +148,7 @@ def test_the_search_is_never_worse_than_the_nearest_scale_and_stays_on_the_grid(
     factor = nvfp4.tensor_factor(weight)
 
     def error(search):
-        scales = 2 * group_scales(weight, E2M1, search=search, importance=importance, unit=factor)
+        scales = 2 * fit_group(weight, E2M1, search=search, importance=importance, unit=factor)[0]
         assert torch.isin(scales.double() / factor, E4M3[1:]).all()
         missed = nvfp4.decode(nibbles(weight, scales[:, None]), scales[:, None], D) - weight
         return (missed.square() * (1 if importance is None else importance)).sum(1)

@@ -1,12 +1,16 @@
 """Time the quantizer on one transformer block from its activation sums, phase by phase, and compare GPTQ's two paths.
 
-python benchmarks/quantizer.py [--device cuda] [--shapes smollm2,qwen3-0.6b,llama-8b] [--json FILE]
+python benchmarks/quantizer.py [--device cuda] [--shapes smollm2,qwen3-0.6b,llama-8b] [--peer] [--json FILE]
 
 Weights are random, inputs have common factors and channels of different size; the sums are those of 32,768 tokens
 through the default transform. Every phase ends with a synchronization, so that the sum of the phases is a little above
 `whole`, which has none. `gptq` is one call for every linear of the block, once; a block's quantization has three
 (rounds). torch/kernel: the same GPTQ column by column in torch and through the kernel, its codes and its objective
 tr((Q̂−T)·H·(Q̂−T)ᵀ) compared.
+
+--peer: GPTQ alone beside llm-compressor's `quantize_weight` (0.14, group 64, symmetric, its own order of columns) on
+the same weights and damped H, each with its own factorization, one call before the clock starts. It factorizes H for
+every linear, as its modifier does, svdq once for a site.
 """
 
 import argparse
@@ -91,7 +95,7 @@ def quantize_block(sites, config, prepare):
     return [one for sums, weights in sites for one in quantize_linears(weights, prepare(sums, config), config)]
 
 
-def measure(name, device):
+def measure(name, device, peer):
     sites = []
     for number, (channels, rows) in enumerate(SHAPES[name]):
         generator = torch.Generator(device).manual_seed(100 + number)
@@ -114,6 +118,8 @@ def measure(name, device):
         quantize_block(sites, config, lambda *arguments: layer_module.prepare_site(*arguments))
     found["phases"] = dict(seconds)
     found["gptq"] = compare_gptq(sites, config, device)
+    if peer:
+        found["peer"] = compare_peer(sites, config, device)
     return found
 
 
@@ -146,10 +152,52 @@ def compare_gptq(sites, config, device):
     }
 
 
+def compare_peer(sites, config, device):
+    """GPTQ alone, of every linear once: seconds of svdq and of llm-compressor, and the objective of both."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+
+    group = config.group_size
+    scheme = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, actorder="static")
+
+    def peer(hessian, target):
+        groups = target.unflatten(-1, (-1, group))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme)
+        stacked = target[None].clone(), hessian[None].clone(), scale[None], zero[None]  # two of them are worked in
+        return quantize_weight(*stacked, None, scheme, percdamp=0.0)[0][0]
+
+    def peers(hessian, targets):
+        return [peer(hessian, target) for target in targets]
+
+    def svdqs(hessian, targets):
+        factor = gptq_module.inverse_factor(gptq_module.upper_cholesky(hessian.double())[0]).float()
+        importance = hessian.diagonal()
+        found = [gptq_module.gptq(target, factor, INT4_WEIGHT, importance=importance) for target in targets]
+        return [INT4_WEIGHT.decode(codes, scales) for codes, scales, _ in found]
+
+    seconds, objective = defaultdict(float), defaultdict(float)
+    for sums, weights in sites:
+        site = prepare_site(sums, config)
+        targets = [weight @ site.to_codes for weight in weights]
+        for name, run in {"svdq": svdqs, "llm-compressor": peers}.items():
+            run(site.hessian, targets)
+            synchronize(device)
+            started = time.perf_counter()
+            found = run(site.hessian, targets)
+            synchronize(device)
+            seconds[name] += time.perf_counter() - started
+            for chosen, target in zip(found, targets, strict=True):
+                missed = (chosen - target).double()
+                objective[name] += ((missed @ site.hessian.double()) * missed).sum().item()
+    return {"seconds": dict(seconds), "objective_over_peer": objective["svdq"] / objective["llm-compressor"]}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--peer", action="store_true", help="beside llm-compressor's GPTQ, which has to be installed")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     on_gpu = options.device.startswith("cuda")
@@ -157,7 +205,7 @@ def main():
     print(f"svdq {svdq.__version__}, torch {torch.__version__}, {machine}; {' '.join(sys.argv[1:])}")
     found = {}
     for name in options.shapes.split(","):
-        found[name] = one = measure(name, options.device)
+        found[name] = one = measure(name, options.device, options.peer)
         print(f"\n{name}: one block from its sums {one['whole']:.3f} s, mean layer error {100 * one['error']:.2f} %, "
               f"peak {one.get('peak_gb', 0):.2f} GB")  # fmt: skip
         for phase, seconds in sorted(one["phases"].items(), key=lambda item: -item[1]):
@@ -166,6 +214,9 @@ def main():
         times = ", ".join(f"{path} {seconds:.4f} s" for path, seconds in gptq["seconds"].items())
         print(f"  one GPTQ of each linear: {times}; {100 * gptq['different_codes']:.3f} % of codes differ, "
               f"objective × {gptq['objective_kernel_over_torch']:.6f}", flush=True)  # fmt: skip
+        if options.peer:
+            times = ", ".join(f"{who} {seconds:.4f} s" for who, seconds in one["peer"]["seconds"].items())
+            print(f"  GPTQ with its factorization: {times}; objective × {one['peer']['objective_over_peer']:.4f}")
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -34,15 +34,15 @@ class _Ranks(click.ParamType):
 @click.option(
     "-o", "--out", metavar="PLAN.json", callback=options.check_writable, help="Write it for svdq quantize --overrides."
 )
-@click.option("--ranks", type=_Ranks(), default="0,16,32,64", show_default=True, help="Ranks to choose from.")
+@click.option("--ranks", type=_Ranks(), default="16,32,48,64", show_default=True, help="Ranks to choose from.")
 @click.option("--no-16bit", is_flag=True, help="Leave no linear in 16 bits.")
 @click.option(
     "--weigh",
     type=click.Choice(["gradient", "error"]),
-    default="error",
+    default="gradient",
     show_default=True,
-    help="error: the layers' relative errors alike; gradient: by how far each moves the model's output, an estimate "
-    "(needs the whole model in memory, in float32).",
+    help="gradient: by how far each linear moves the model's output (needs the whole model in memory, in float32); "
+    "error: the layers' relative errors alike, which can raise the perplexity.",
 )
 @click.option("--tokens", type=click.IntRange(1), default=4096, show_default=True, help="Read for the gradients.")
 @click.option("--plot", "plot_file", metavar="FILE", callback=options.check_plot, help="Draw the front: .png or .svg.")
@@ -68,7 +68,7 @@ def command(model_dir, calib, budget, out, ranks, no_16bit, weigh, tokens, plot_
     from svdq.errors import ConfigError
     from svdq.models import resolve_device
     from svdq.roofline import require_plot
-    from svdq.sensitivity import channel_sensitivity
+    from svdq.sensitivity import output_distances
 
     wanted = budgets.parse_budget(budget)
     if plot_file:
@@ -81,17 +81,22 @@ def command(model_dir, calib, budget, out, ranks, no_16bit, weigh, tokens, plot_
     model = open_inputs(model_dir, [], trust_remote_code)
     run = preflight.plan(model, config)
     budgets.check_before(run, wanted)
+    if weigh == "gradient":
+        preflight.check_whole_model(
+            model, run.linears, where, "--weigh gradient", "take --weigh error, or a device with more"
+        )
     store = Store.open(calib)
     check_preset(store, preset, "w4a4", {"smoothing": None, "rotation": None, "act_clip": None})
-    sensitivity = None
-    if weigh == "gradient":
-        sensitivity = channel_sensitivity(
-            model, run.linears, store.tokens(), tokens=tokens, device=where, progress=console.progress
-        )
+    quantized: dict | None = {} if weigh == "gradient" else None
     measured = budgets.measure(
-        model, store, config, ranks=ranks, in_16_bits=not no_16bit, sensitivity=sensitivity, device=where,
+        model, store, config, ranks=ranks, in_16_bits=not no_16bit, quantized=quantized, device=where,
         progress=console.progress,
     )  # fmt: skip
+    if quantized is not None:
+        distances = output_distances(
+            model, quantized, store.tokens(), tokens=tokens, device=where, progress=console.progress
+        )
+        measured = budgets.weigh(measured, distances, quantized)
     chosen = budgets.meet(measured, wanted, budgets.other_bytes(model, run.linears))
     facts = budgets.facts(model, measured, chosen, weigh)
     console.say(report.budget_text(facts, most=10**9 if verbose else 10))

@@ -2,14 +2,14 @@
 
 Every linear is quantized in memory with each rank in turn, from a store's sums, as `quantize` would. A choice costs
 
-'gradient'  Σ_c s_c · J_c / tokens, J_c the objective of output channel c and s_c what an error there moves the model's
-            output by (svdq.sensitivity): nats a token for a language model
+'gradient'  D · J / J₀: D is how far quantizing this linear alone moves the model's output (svdq.sensitivity: nats a
+            token for a language model), measured with one of the ranks; J the objective, J₀ with that rank
 'error'     √(J/‖X'W'ᵀ‖²), the layer error that `quantize` prints, so that their mean falls
 
-Costs add up over the linears. Then bytes are spent where a byte saves most: of each linear the choices on the lower
-convex hull of (bytes, cost), all linears' steps in one order of falling saving per byte. Every prefix of that order is
-the best for its bytes; a budget takes steps while they fit. Rejected: an exact knapsack, which could only gain what the
-last steps leave over.
+Costs add up over the linears, as the distances do where they are small. Then bytes are spent where a byte saves most:
+of each linear the choices on the lower convex hull of (bytes, cost), all linears' steps in one order of falling saving
+per byte. Every prefix of that order is the best for its bytes; a budget takes steps while they fit. Rejected: an exact
+knapsack, which could only gain what the last steps leave over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +27,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from svdq import preflight
 from svdq.calibration.store import Store
@@ -35,15 +34,16 @@ from svdq.config import LayerConfig, QuantConfig
 from svdq.errors import ConfigError
 from svdq.formats import FORMATS
 from svdq.layer import PreparedSite, QuantizedLinear
+from svdq.linear import W4A4Linear
 from svdq.models import Linear, Model, read_weight
-from svdq.objective import ActivationSums, Objective, relative
+from svdq.objective import ActivationSums, Objective
 from svdq.pipeline import calibration_identity
 from svdq.preflight import Plan
 from svdq.quantized import Layer
-from svdq.store_checks import error_by_channel, map_sites, quantize_again
+from svdq.store_checks import layer_error, map_sites, quantize_again
 
 WEIGHTINGS = ("gradient", "error")
-RANKS = (0, 16, 32, 64)
+RANKS = (16, 32, 48, 64)
 _UNITS = {"bits": 0, "%": 0, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -110,20 +110,21 @@ def measure(
     *,
     ranks: Sequence[int] = RANKS,
     in_16_bits: bool = True,
-    sensitivity: dict[str, Tensor] | None = None,
+    quantized: dict[str, W4A4Linear] | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[Choices]:
     """The choices of every linear that `config` selects, in the model's order; knobs but the rank are as `config` says.
+    They cost what 'error' says.
 
-    sensitivity  of svdq.sensitivity; None: weigh by 'error'
+    quantized  is filled with the linears as they are with the middle rank that each can have, on the CPU
     Raises ConfigError if the store does not fit the model, the linears or W4A4, the format that plans are for.
     """
     device = torch.device(device)
     the_plan = preflight.plan(model, config)
     calibration_identity(model, the_plan, config, store, None, None)
     linears = the_plan.linears
-    run = partial(_measure_site, model, config, sorted(set(ranks)), sensitivity, device)
+    run = partial(_measure_site, model, config, sorted(set(ranks)), quantized, device)
     found: dict[str, tuple[list[Choice], list[str]]] = {}
     for results in map_sites(model, store, linears, run, device, partial(progress, "choices")):
         found |= results
@@ -142,7 +143,7 @@ def _measure_site(
     model: Model,
     config: QuantConfig,
     ranks: list[int],
-    sensitivity: dict[str, Tensor] | None,
+    quantized: dict[str, W4A4Linear] | None,
     device: torch.device,
     sums: ActivationSums,
     members: list[Linear],
@@ -159,24 +160,39 @@ def _measure_site(
     traces = [matrix.double() for matrix in (moved.xx, moved.xq, moved.qq)]
     found = {}
     for linear in members:
-        name, choices, why_not = linear.name, list[Choice](), list[str]()
+        name, choices, why_not, layers = linear.name, list[Choice](), list[str](), list[Layer]()
+        bias = model.files.read(f"{name}.bias") if linear.bias else None
         objective = Objective(moved.transform.weight(weights[name]), *traces)
         for rank in ranks:
             result = again[rank].get(name, f"exceeds its size {linear.n} x {linear.k}")
             if isinstance(result, str):
                 why_not.append(f"rank {rank}: {result}")
                 continue
-            layer = Layer(name, result.codes, result.scales, result.proj_down, result.proj_up, None, moved.transform)
-            by_channel = error_by_channel(objective, layer)
-            error = relative(by_channel.sum().item(), objective.output_energy)
-            cost = error
-            if sensitivity is not None:
-                cost = max((sensitivity[name] @ by_channel.cpu()).item(), 0.0) / max(moved.tokens, 1)
+            layer = Layer(name, result.codes, result.scales, result.proj_down, result.proj_up, bias, moved.transform)
+            error = layer_error(objective, layer)
             stored = FORMATS[layer.format].tensors(result, config.for_layer(name), moved.transform)
             size = sum(tensor.nbytes for tensor in stored.values()) + _bias_bytes(model, linear)
-            choices.append(Choice(rank, size, error, cost))
+            choices.append(Choice(rank, size, error, error))
+            layers.append(layer)
+        if quantized is not None and layers:
+            quantized[name] = W4A4Linear(layers[(len(layers) - 1) // 2].to(torch.device("cpu")), "reference")
         found[name] = (choices, why_not)
     return found
+
+
+def weigh(
+    measured: list[Choices], distances: Mapping[str, float], quantized: Mapping[str, W4A4Linear]
+) -> list[Choices]:
+    """The same choices at the cost that 'gradient' says. distances: of svdq.sensitivity, of these quantized linears."""
+
+    def weighed(one: Choices) -> Choices:
+        if one.name not in quantized:
+            return one  # 16 bits alone
+        error = next(choice.error for choice in one.choices if choice.rank == quantized[one.name].rank)
+        factor = distances[one.name] / error**2 if error else 0.0
+        return replace(one, choices=tuple(replace(choice, cost=factor * choice.error**2) for choice in one.choices))
+
+    return [weighed(one) for one in measured]
 
 
 def _bias_bytes(model: Model, linear: Linear) -> int:
@@ -270,7 +286,9 @@ def check_before(run: Plan, budget: Budget) -> None:
     least = {"bits": 8 * (run.work_bytes - spare) / weights, "bytes": run.output_bytes - spare}.get(budget.kind, 0.0)
     if budget.value < least:
         found = f"{least:.2f} bits a weight" if budget.kind == "bits" else f"{least / 1e6:,.1f} MB, the whole file"
-        raise ConfigError(f"--budget {budget.text!r}: the smallest of --ranks takes {found}; allow more")
+        raise ConfigError(
+            f"--budget {budget.text!r}: the smallest of --ranks takes {found}; allow more, or smaller --ranks"
+        )
 
 
 def meet(measured: list[Choices], budget: Budget, other_bytes: int) -> Allocation:

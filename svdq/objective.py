@@ -46,17 +46,14 @@ class Objective:
         self.weight_xq = self.weight @ xq
         self.output_energy = (self.weight_xx * self.weight).sum().item()  # ‖X'W'ᵀ‖²
 
-    def by_channel(self, weight_hat: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """J of each output channel, (n,), a sum over tokens. weight_hat (n, k), up (n, r), down (k, r)."""
+    def __call__(self, weight_hat: Tensor, up: Tensor, down: Tensor) -> float:
+        """J, a sum over tokens. weight_hat (n, k), up (n, r), down (k, r)."""
         up, down, hat = up.double(), down.double(), weight_hat.double()
         energy = (self.weight_xx * self.weight).sum(1)
         codes = ((hat @ self.qq - 2 * self.weight_xq) * hat).sum(1)
         own = ((up @ (down.t() @ self.xx @ down)) * up).sum(1)
         with_both = ((hat @ (self.xq.t() @ down) - self.weight_xx @ down) * up).sum(1)
-        return energy + codes + own + 2 * with_both
-
-    def __call__(self, weight_hat: Tensor, up: Tensor, down: Tensor) -> float:
-        return self.by_channel(weight_hat, up, down).sum().item()
+        return (energy + codes + own + 2 * with_both).sum().item()
 
 
 def relative(value: float, energy: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -251,6 +252,35 @@ def check_spill(directory: str | Path, spilled: int) -> None:
             f"{there}: {free / 2**20:,.0f} MiB free, wanted {spilled / 2**20:,.0f} MiB for the hidden states; "
             "free some space, raise --max-host-memory or take fewer --samples"
         )
+
+
+def check_whole_model(model: Model, linears: list[Linear], device: torch.device, what: str, do: str) -> None:
+    """The device has room for the model in float32 and these linears quantized beside it. Raises ConfigError.
+
+    what, do  of the message: what needs it, what to do without
+    """
+    stored = (file.tensors[name] for name, file in model.files.tensors.items())
+    weights = sum(info.nbytes // info.dtype.itemsize for info in stored)
+    needed, free = 4 * weights + sum(linear.n * linear.k for linear in linears) // 2, free_bytes(device)
+    if free is not None and free < needed:
+        raise ConfigError(
+            f"{what}: needs the whole model in memory, {needed / 1e9:,.1f} GB and what a sequence keeps for its "
+            f"gradient; {free / 1e9:,.1f} GB are free on {device}; {do}"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a process can still have there; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    memory = Path("/proc/meminfo")  # Linux
+    found = re.search(r"MemAvailable:\s+(\d+) kB", memory.read_text()) if memory.is_file() else None
+    if not found:
+        return None
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))  # of a container
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
+        return min(1024 * int(found[1]), int(most) - int(used.read_text()))
+    return 1024 * int(found[1])
 
 
 def check_groups(linears: list[Linear]) -> None:

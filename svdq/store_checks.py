@@ -254,13 +254,13 @@ def _check_site(
     for name, weight in weights.items():
         layer = quantized.layer(name).to(device)
         objective = Objective(layer.transform.weight(weight), *traces)
-        now = _error(objective, layer)
+        now = layer_error(objective, layer)
         found: list[ChangedLayer | str | None] = []
         for question, answers in zip(questions, again, strict=True):
             result = answers.get(name)
             if isinstance(result, QuantizedLinear):
                 parts = (result.codes, result.scales, result.proj_down, result.proj_up)
-                then = _error(objective, Layer(name, *parts, None, layer.transform))
+                then = layer_error(objective, Layer(name, *parts, None, layer.transform))
                 (n, k, rank, group), config = quantized.layers[name], question.configs[name]
                 more = _bytes(n, k, config.rank, config.group_size) - _bytes(n, k, rank, group)
                 found.append(ChangedLayer(name, now, then, now - then, more, result.report))
@@ -299,14 +299,10 @@ def quantize_again(
     return results
 
 
-def error_by_channel(objective: Objective, layer: Layer) -> Tensor:
-    """J of each output channel of a layer as it is stored, (n,) float64."""
+def layer_error(objective: Objective, layer: Layer) -> float:
+    """√(J/‖X'W'ᵀ‖²) of a layer as it is stored."""
     down = layer.transform.down_from_raw(layer.proj_down.double())
-    return objective.by_channel(layer.weight_hat(), layer.proj_up, down)
-
-
-def _error(objective: Objective, layer: Layer) -> float:
-    return relative(error_by_channel(objective, layer).sum().item(), objective.output_energy)
+    return relative(objective(layer.weight_hat(), layer.proj_up, down), objective.output_energy)
 
 
 def _bytes(n: int, k: int, rank: int, group: int) -> int:

@@ -1,12 +1,15 @@
 """svdq plan, and quantize --overrides: a budget in, a file out that the next command takes; mistakes in one line."""
 
 import json
+import os
 
 import pytest
 import safetensors.torch
+import torch
 
 from svdq.config import QuantConfig, read_overrides
 from svdq.errors import ConfigError
+from svdq.preflight import free_bytes
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,18 @@ def test_a_budget_below_the_smallest_rank_is_refused_before_anything_is_measured
     assert refused.code == 2 and f"--budget '{budget}': the smallest of --ranks takes" in refused.err
 
 
+def test_a_model_that_memory_cannot_hold_is_refused_before_anything_is_measured(refused, toy, store, monkeypatch):
+    monkeypatch.setattr("svdq.preflight.free_bytes", lambda device: 10**6)
+    monkeypatch.setattr("svdq.budget.measure", lambda *arguments, **options: pytest.fail("measured"))
+    said = refused("plan", toy("qwen3"), "--calib", store, "--budget", "9bits")
+    assert "--weigh gradient" in said and "are free on cpu" in said and "--weigh error" in said
+
+
+def test_what_is_free_is_less_than_the_machine_has():
+    free, whole = free_bytes(torch.device("cpu")), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < free < whole
+
+
 def test_without_16_bits_every_linear_is_quantized(svdq, toy, store):
     made = svdq(
         "plan", toy("qwen3"), "--calib", store, "--budget", "1MB", "--ranks", "0,16", "--no-16bit", "--json", "-"
@@ -91,7 +106,7 @@ def test_an_override_on_the_command_line_wins_over_the_file(svdq, toy, store, tm
     (["--budget", "0.001%", "--ranks", "0", "--no-16bit"], ["smallest mean layer error", "--ranks"]),
     (["--budget", "6bits", "--ranks", "0,many"], ["--ranks", "0,16,32"]),
     (["--budget", "6bits", "--override", "q_proj:rank=8"], ["--override", "the plan chooses ranks"]),
-    (["--budget", "6bits", "--preset", "plain"], ["calibrated with", "same --preset"]),
+    (["--budget", "6bits", "--ranks", "0", "--preset", "plain"], ["calibrated with", "same --preset"]),
     (["--budget", "6bits", "--plot", "front.pdf"], ["front.pdf", ".png"]),
     (["--budget", "6bits", "-o", "nowhere/plan.json"], ["nowhere/plan.json"]),
 ])  # fmt: skip

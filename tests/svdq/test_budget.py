@@ -14,7 +14,7 @@ from svdq.calibration.store import Store
 from svdq.config import CalibrationConfig, LayerConfig, QuantConfig, preset, read_overrides
 from svdq.errors import ConfigError
 from svdq.models import open_model
-from svdq.sensitivity import channel_sensitivity
+from svdq.sensitivity import output_distances
 
 RANKS = (0, 8, 16, 32, 64)
 
@@ -43,8 +43,9 @@ def planned(calibrated, tmp_path_factory):
     def build(kind, name="quality"):
         if (kind, name) not in built:
             model, store, config = calibrated(kind, name)
-            sensitivity = channel_sensitivity(model, model.linears, store.tokens())
-            measured = budgets.measure(model, store, config, ranks=RANKS, sensitivity=sensitivity)
+            quantized = {}
+            measured = budgets.measure(model, store, config, ranks=RANKS, quantized=quantized)
+            measured = budgets.weigh(measured, output_distances(model, quantized, store.tokens()), quantized)
             sizes = [one.linear_bytes for one in front(measured)]
             chosen = allocate(measured, 0.6 * sizes[-1])
             folder = tmp_path_factory.mktemp(f"{kind}-{name}")
@@ -90,30 +91,45 @@ def test_the_predicted_errors_are_those_of_the_run(planned, kind, name):
     assert summary.mean_error == pytest.approx(chosen.mean_error, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_the_sensitivity_is_the_distance_that_noise_at_an_output_costs(calibrated, kind, original, toy, read_ids,
-                                                                       calibration_ids):  # fmt: skip
-    model, store, _ = calibrated(kind)
-    linear = next(one for one in model.linears if one.block == 0 and one.n == 192)
-    # a drawn gradient a token, 768 tokens: in the toy llama a few of them decide, hence six draws
-    draws = [channel_sensitivity(model, [linear], store.tokens(), seed=seed)[linear.name].sum() for seed in range(6)]
-    found = torch.stack(draws).mean().item()
-    tree, generator = original(toy(kind)), torch.Generator().manual_seed(0)
-    ids = torch.stack(read_ids(calibration_ids).sequences)
-    scale, module, distances = 0.02, tree.get_submodule(linear.module), []
+class Nearer(torch.nn.Module):
+    """A linear with a tenth of its error when quantized: where a distance is a square of the error."""
+
+    def __init__(self, linear, quantized):
+        super().__init__()
+        self.linear, self.quantized = linear, quantized
+
+    def forward(self, x):
+        output = self.linear(x)
+        return output + 0.1 * (self.quantized(x) - output)
+
+
+# Measured: 0.71 to 1.08 of the distance in the language models, where errors of different tokens are alike, bert 0.97
+# to 1.01. Of a drawn gradient a token, 768 tokens: in the toys a few of them decide, hence several draws.
+@pytest.mark.parametrize(("kind", "near"), [("llama", 0.4), ("gpt2", 0.4), ("bert", 0.1)])
+def test_the_distance_of_a_linear_is_that_of_the_model_with_it_alone_quantized(
+    calibrated, kind, near, original, toy, read_ids, calibration_ids
+):
+    model, store, config = calibrated(kind)
+    tree, ids = original(toy(kind)), torch.stack(read_ids(calibration_ids).sequences)
+    quantized = {}
+    budgets.measure(model, store, config, ranks=(16,), quantized=quantized)
+    linears = [linear for linear in model.linears if linear.name in quantized][::3]
+    nearer = {one.name: Nearer(tree.get_submodule(one.module), quantized[one.name]) for one in linears}
+    draws = [output_distances(model, nearer, store.tokens(), seed=seed) for seed in range(8)]
     with torch.no_grad():
         wanted = tree(ids)[0].double()
-        for _ in range(6):
-            noise = scale * torch.randn(*ids.shape, linear.n, generator=generator)
-            handle = module.register_forward_hook(lambda module, inputs, output, noise=noise: output + noise)
+        for linear in linears:
+            parent, _, leaf = linear.module.rpartition(".")
+            setattr(tree.get_submodule(parent), leaf, nearer[linear.name])
             moved = tree(ids)[0].double()
-            handle.remove()
-            if kind == "llama":
+            setattr(tree.get_submodule(parent), leaf, nearer[linear.name].linear)
+            if model.is_causal_lm:
                 logs = wanted.log_softmax(-1)
-                distances.append((logs.exp() * (logs - moved.log_softmax(-1))).sum(-1).mean())
+                distance = (logs.exp() * (logs - moved.log_softmax(-1))).sum(-1).mean().item()
             else:
-                distances.append(((moved - wanted).square().sum(-1) / wanted.square().sum(-1)).mean())
-    assert found * scale**2 == pytest.approx(torch.stack(distances).mean().item(), rel=0.15)
+                distance = ((moved - wanted).square().sum(-1) / wanted.square().sum(-1)).mean().item()
+            found = sum(one[linear.name] for one in draws) / len(draws)
+            assert found == pytest.approx(distance, rel=near), linear.name
 
 
 # ---- what is chosen

@@ -54,13 +54,6 @@ def test_the_terms_without_a_low_rank_part_are_the_norm_without_it():
     assert abs(objective_of(x, x_hat, weight)(weight_hat, *nothing) - wanted) <= 1e-9 * wanted
 
 
-def test_the_objective_by_channel_is_the_norm_of_each_output():
-    x, x_hat, weight, weight_hat, up, down = problem(2)
-    wanted = (x @ weight.t() - x_hat @ weight_hat.t() - x @ (up @ down.t()).t()).square().sum(0)
-    found = objective_of(x, x_hat, weight).by_channel(weight_hat, up, down)
-    assert torch.allclose(found, wanted, rtol=1e-9, atol=0)
-
-
 def test_the_output_energy_is_that_of_the_unquantized_layer():
     x, x_hat, weight, *_ = problem(3)
     wanted = (x @ weight.t()).square().sum().item()

@@ -80,12 +80,12 @@ def command(model_dir, calib, budget, out, ranks, no_16bit, weigh, tokens, plot_
     config = options.quant_config(preset, ignore, (), override, False, rank=min(ranks))
     model = open_inputs(model_dir, [], trust_remote_code)
     run = preflight.plan(model, config)
-    budgets.check_before(run, wanted)
     if weigh == "gradient":
         preflight.check_whole_model(
             model, run.linears, where, "--weigh gradient", "take --weigh error, or a device with more"
         )
     store = Store.open(calib)
+    budgets.check_before(run, wanted, store)
     check_preset(store, preset, "w4a4", {"smoothing": None, "rotation": None, "act_clip": None})
     quantized: dict | None = {} if weigh == "gradient" else None
     measured = budgets.measure(

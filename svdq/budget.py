@@ -276,12 +276,13 @@ def uniform(measured: list[Choices], rank: int) -> Allocation:
     return _allocation(chosen)
 
 
-def check_before(run: Plan, budget: Budget) -> None:
+def check_before(run: Plan, budget: Budget, store: Store) -> None:
     """What needs no measuring: the smallest rank everywhere is within the budget. run: the plan of that rank.
 
-    Smoothing is left out, which a store may not have. Raises ConfigError.
+    The clips are left out, and smoothing where the store has none. Raises ConfigError.
     """
-    spare = sum(4 * linear.k + 4 for linear in run.linears)
+    smoothed = bool(store.manifest["config"]["smoothing"])
+    spare = sum((0 if smoothed else 4 * linear.k) + 4 for linear in run.linears)
     weights = sum(linear.n * linear.k for linear in run.linears)
     least = {"bits": 8 * (run.work_bytes - spare) / weights, "bytes": run.output_bytes - spare}.get(budget.kind, 0.0)
     if budget.value < least:

@@ -48,7 +48,7 @@ def test_a_plan_spends_better_than_one_rank_for_all(svdq, toy, store):
     assert same and facts["predicted"]["cost"] < min(one["cost"] for one in same)
 
 
-@pytest.mark.parametrize("budget", ["100kB", "4bits"])
+@pytest.mark.parametrize("budget", ["100kB", "4bits", "8.3bits"])  # 8.37 are needed, 0.25 of them for smoothing
 def test_a_budget_below_the_smallest_rank_is_refused_before_anything_is_measured(svdq, toy, store, monkeypatch, budget):
     monkeypatch.setattr("svdq.budget.measure", lambda *arguments, **options: pytest.fail("measured"))
     refused = svdq("plan", toy("qwen3"), "--calib", store, "--budget", budget)
@@ -102,7 +102,7 @@ def test_an_override_on_the_command_line_wins_over_the_file(svdq, toy, store, tm
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--budget", "much"], ["--budget 'much'", "4.5bits"]),
-    (["--budget", "1bits", "--ranks", "0"], ["--budget '1bits'", "smallest of --ranks takes 4.25 bits"]),
+    (["--budget", "1bits", "--ranks", "0"], ["--budget '1bits'", "smallest of --ranks takes 4.50 bits"]),
     (["--budget", "0.001%", "--ranks", "0", "--no-16bit"], ["smallest mean layer error", "--ranks"]),
     (["--budget", "6bits", "--ranks", "0,many"], ["--ranks", "0,16,32"]),
     (["--budget", "6bits", "--override", "q_proj:rank=8"], ["--override", "the plan chooses ranks"]),

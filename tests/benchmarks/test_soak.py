@@ -12,10 +12,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 
 def test_a_few_kills_change_no_byte(tmp_path):
-    line = [sys.executable, SOAK, "--kills", "4", "--blocks", "3", "--seed", "1"]
+    line = [sys.executable, SOAK, "--kills", "6", "--blocks", "4", "--seed", "1"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "calibrate: 2 kills" in done.stdout and "quantize: 2 kills" in done.stdout
+    assert "calibrate: 3 kills" in done.stdout and "quantize: 3 kills" in done.stdout
 
 
 def test_a_wrong_byte_is_an_error(tmp_path):

@@ -44,6 +44,7 @@ def test_no_kernel_has_a_race(tmp_path):
     ("w4a4_small_m.cu", "__syncthreads();  // all partial sums are written"),
     ("w4a4_gemm_lora.cu", "__syncthreads();  // this group's stage has arrived"),
     ("quantize_lora_down.cu", "if (first) __syncthreads();"),
+    ("quantize_lora_down.cu", "] = row_most[h];\n    __syncthreads();"),
 ])  # fmt: skip
 def test_a_missing_barrier_would_be_found(tmp_path, file, text):
     assert races(tmp_path, file, text, "__syncthreads();") > 0

@@ -7,13 +7,16 @@ import pytest
 import safetensors.torch
 import torch
 
+from svdq import budget as budgets
 from svdq import pipeline
 from svdq.calibration.capture import BlockStream
 from svdq.calibration.data import batches
+from svdq.calibration.store import Store
 from svdq.config import CalibrationConfig, LayerConfig, QuantConfig
 from svdq.linear import load_quantized
 from svdq.models import open_model, resolve_device
 from svdq.quantized import open_quantized
+from svdq.sensitivity import output_distances
 from svdq.verify import verify
 
 pytestmark = [
@@ -75,6 +78,15 @@ def test_a_card_quantizes_as_well_as_the_cpu(toy, calibration_ids, heldout_ids, 
         assert report.failures == []
         errors[device] = summary.mean_error
     assert errors[last] == pytest.approx(errors["cpu"], rel=0.02)  # other roundings of near ties, no other method
+
+
+def test_a_plan_on_a_card_weighs_linears_as_on_the_cpu(toy, calibration_ids, read_ids, tmp_path, last):
+    model = open_model(toy("llama"))
+    pipeline.calibrate(model, tmp_path / "store", read_ids(calibration_ids), CalibrationConfig())
+    store, quantized = Store.open(tmp_path / "store"), {}
+    budgets.measure(model, store, QuantConfig(), ranks=(16,), quantized=quantized)
+    on_cpu, on_card = (output_distances(model, quantized, store.tokens(), device=device) for device in ("cpu", last))
+    assert on_card == pytest.approx(on_cpu, rel=0.02)
 
 
 def test_two_runs_on_one_card_give_the_same_bytes(toy, calibration_ids, read_ids, tmp_path, last):

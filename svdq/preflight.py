@@ -22,6 +22,7 @@ from svdq.kernels import quantizer
 from svdq.models import Linear, Model, compute_dtype
 
 WIDE = 2048  # channels from which a site's factorizations gain from more threads than its GPTQ loses
+_GROUP = Path("/sys/fs/cgroup")  # of a container: its own limit, in Linux' second version of control groups
 _PROCESS_BYTES = 450_000_000  # Python with torch and transformers loaded
 _WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -277,10 +278,12 @@ def free_bytes(device: torch.device) -> int | None:
     found = re.search(r"MemAvailable:\s+(\d+) kB", memory.read_text()) if memory.is_file() else None
     if not found:
         return None
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))  # of a container
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
-        return min(1024 * int(found[1]), int(most) - int(used.read_text()))
-    return 1024 * int(found[1])
+    free = 1024 * int(found[1])
+    limit, used, kinds = (_GROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+        files = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", kinds.read_text(), re.MULTILINE)))
+        free = min(free, int(most) - int(used.read_text()) + files)  # what is cached of files gives way
+    return free
 
 
 def check_groups(linears: list[Linear]) -> None:

@@ -67,6 +67,16 @@ def test_what_is_free_is_less_than_the_machine_has():
     assert 0 < free < whole
 
 
+def test_a_containers_limit_counts_and_its_cached_files_do_not(monkeypatch, tmp_path):
+    monkeypatch.setattr("svdq.preflight._GROUP", tmp_path)
+    stat = "anon 400\ninactive_anon 30\nactive_file 200\ninactive_file 50\n"
+    for name, text in {"max": "1000\n", "current": "900\n", "stat": stat}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_bytes(torch.device("cpu")) == 1000 - 900 + 250
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(torch.device("cpu")) > 1000
+
+
 def test_without_16_bits_every_linear_is_quantized(svdq, toy, store):
     made = svdq(
         "plan", toy("qwen3"), "--calib", store, "--budget", "1MB", "--ranks", "0,16", "--no-16bit", "--json", "-"

@@ -1,10 +1,13 @@
-"""Where the time of calibrate and quantize --calib goes on a CPU, in one process and in several over gloo.
+"""Where the time of calibrate, quantize --calib and quantize --data goes, in one process and in several.
 
 python benchmarks/phases.py [--processes 1,2] [--blocks 8] [--sequences 32]
+python benchmarks/phases.py --device cuda --shape qwen3-0.6b --sequences 64 --commands "quantize --data"
 
-A Qwen3-shaped toy of 512 channels with random weights, sequences of 256 random tokens, one thread a process. Of every
-rank the wall seconds of each phase, a phase inside another counted once, for the inner one; in brackets the process's
-own seconds where they are fewer by a tenth: it then waited for a disk, for another rank or for a core.
+By default a Qwen3-shaped toy of 512 channels with random weights, sequences of 256 random tokens, on CPUs, one thread a
+process; --shape is one of benchmarks/scale.py, with its sequences of 512. Of every rank the wall seconds of each phase,
+a phase inside another counted once, for the inner one; in brackets the process's own seconds where they are fewer by a
+tenth: it then waited for a disk, for another rank, for a core or for its GPU. On a GPU a phase ends when the GPU is
+done.
 """
 
 import argparse
@@ -17,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-BEGUN = time.time()
 LENGTH, VOCABULARY = 256, 512
 _open: list = []
 spent: dict = {}
@@ -33,6 +35,8 @@ def timed(owner, name, phase):
         try:
             return original(*arguments, **options)
         finally:
+            if os.environ["ON_GPU"] == "1":
+                torch.cuda.synchronize()
             wall, own = time.perf_counter() - began, time.thread_time() - own
             inner = _open.pop()
             total = spent.setdefault(phase, [0.0, 0.0])
@@ -47,6 +51,9 @@ def timed(owner, name, phase):
 
 def rank(command):
     """One process of the job: the command, then its phases as JSON beside it."""
+    global torch
+    import torch
+
     from svdq import pipeline, ranks
     from svdq.calibration import capture, statistics, store
     from svdq.cli import inputs, main
@@ -75,16 +82,18 @@ def rank(command):
         Path(f"phases-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(spent))
 
 
-def job(folder, processes, command):
+def job(folder, processes, command, on_gpu):
     """(wall seconds, phases of each rank)."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    common = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    common = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ON_GPU": int(on_gpu)}
+    if not on_gpu:
+        common["OMP_NUM_THREADS"] = 1
     started, line = time.time(), [sys.executable, __file__, "--as-rank", *command.split()]
     running = []
     for number in range(processes):
-        values = {**common, "RANK": number, "STARTED": started}
+        values = {**common, "RANK": number, "LOCAL_RANK": number, "STARTED": started}
         environment = os.environ | {name: str(value) for name, value in values.items()}
         running.append(subprocess.Popen(line, cwd=folder, env=environment))
     assert [process.wait() for process in running] == [0] * processes
@@ -102,23 +111,38 @@ def main():
     parser.add_argument("--processes", default="1,2")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", help="of benchmarks/scale.py, in place of the toy")
+    parser.add_argument("--commands", default="calibrate,quantize --calib,quantize --data")
     options = parser.parse_args()
     import torch
     from transformers import Qwen3Config, Qwen3Model
 
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
-        config = Qwen3Config(**sizes, head_dim=64, vocab_size=VOCABULARY, num_hidden_layers=options.blocks)
-        Qwen3Model(config).save_pretrained(folder / "model")
-        ids = torch.randint(VOCABULARY, (options.sequences, LENGTH), generator=torch.Generator().manual_seed(0))
-        (folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
-        read = f"--data ids.jsonl --samples {options.sequences} --seq-len {LENGTH} --min-tokens 1"
+        folder, length = Path(name), LENGTH
+        if options.shape:
+            import scale
+
+            scale.build(folder, options.shape, scale.SHAPES[options.shape][0], options.device, options.sequences)
+            length = scale.LENGTH
+        else:
+            sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+            config = Qwen3Config(**sizes, head_dim=64, vocab_size=VOCABULARY, num_hidden_layers=options.blocks)
+            Qwen3Model(config).save_pretrained(folder / "model")
+            ids = torch.randint(VOCABULARY, (options.sequences, LENGTH), generator=torch.Generator().manual_seed(0))
+            lines = (json.dumps({"input_ids": row}) + "\n" for row in ids.tolist())
+            (folder / "ids.jsonl").write_text("".join(lines))
+        read = f"--data ids.jsonl --samples {options.sequences} --seq-len {length} --min-tokens 1"
         for processes in map(int, options.processes.split(",")):
-            for command in (f"calibrate model -o store-{processes} {read}",
-                            f"quantize model out --calib store-{processes}"):  # fmt: skip
-                wall, ranks = job(folder, processes, f"{command} --device cpu -q")
-                print(f"\n{command.split()[0]}, {processes} process{'es' * (processes > 1)}: {wall:.1f} s", flush=True)
+            arguments = {
+                "calibrate": f"model -o store-{processes} {read}",
+                "quantize --calib": f"model stored-{processes} --calib store-{processes}",
+                "quantize --data": f"model streamed-{processes} {read}",
+            }
+            for command in options.commands.split(","):
+                line = f"{command.split()[0]} {arguments[command]} --device {options.device} -q"
+                wall, ranks = job(folder, processes, line, options.device == "cuda")
+                print(f"\n{command}, {processes} process{'es' * (processes > 1)}: {wall:.1f} s", flush=True)
                 for phase in dict.fromkeys(phase for phases in ranks for phase in phases):
                     print(f"  {phase:18}", *(cell(phases, phase) for phases in ranks), flush=True)
 

@@ -1,13 +1,13 @@
 """Time and memory of calibrate + quantize on a model of a known shape with random weights, on one GPU or several.
 
-python benchmarks/scale.py [--shape qwen3-0.6b,llama-8b] [--blocks N,M] [--gpus 1,2] [--device cuda] [--json FILE]
+python benchmarks/scale.py [--shape qwen3-0.6b,llama-8b] [--blocks N,M] [--gpus 1,2] [--store] [--device cuda]
 
 Calibration reads 64 sequences of 512 random tokens, or --sequences of them. Several --blocks, with --only some linears
-so that a CPU comes to an end, show whether memory grows with the model. One process runs `svdq quantize --data`, which
-does both; with --gpus above 1, torchrun runs `svdq calibrate` and `svdq quantize --calib`, and so does one process
-beside it. Seconds are the wall time of the commands, starts included, and in brackets what svdq says of itself, without
-Python's start and imports. The peak is torch's allocations on one GPU, or resident memory on a CPU; beside it, what
-`--dry-run` says. Weights are read from files that were written just before. --verify adds `svdq verify`.
+so that a CPU comes to an end, show whether memory grows with the model. The command is `svdq quantize --data`; with
+--store, `svdq calibrate` and then `svdq quantize --calib`; on several --gpus, under torchrun. Seconds are the wall time
+of the commands, starts included, and in brackets what svdq says of itself, without Python's start and imports. The peak
+is torch's allocations on one GPU, or resident memory on a CPU; beside it, what `--dry-run` says. Weights are read from
+files that were written just before. --verify adds `svdq verify`.
 """
 
 import argparse
@@ -89,8 +89,8 @@ def measure(folder, options, gpus):
     only = " ".join(f"--only {pattern}" for pattern in options.only)
     read, stored = f"{read} {only}", only
     estimated, _ = svdq(folder, f"quantize model q.safetensors {read} --dry-run {device}")
-    if gpus == 1 and options.gpus == [1]:
-        parts = {"quantize --data": svdq(folder, f"quantize model q.safetensors {read} {device}")}
+    if not options.store:
+        parts = {"quantize --data": svdq(folder, f"quantize model q.safetensors {read} {device}", gpus)}
     else:
         store = f"calibration-{gpus}"
         parts = {
@@ -131,6 +131,7 @@ def main():
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="quantize only these linears")
     parser.add_argument("--gpus", type=numbers, default=[1])
+    parser.add_argument("--store", action="store_true", help="two commands, with a store between them")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--json", type=Path)

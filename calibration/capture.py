@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from svdq.calibration.search import SAMPLE_TOKENS, search_smoothing
 from svdq.calibration.states import Room, States
-from svdq.calibration.statistics import ChannelStatistics, SumAccumulator
+from svdq.calibration.statistics import ChannelStatistics, SumAccumulator, add_up
 from svdq.config import CalibrationConfig
 from svdq.errors import CheckpointError, DataError
 from svdq.models import Linear, Model, materialize, read_weight, release
@@ -309,7 +309,7 @@ def record_block(
 ) -> BlockSums | None:
     """Both passes over one block; also advances the stream. None until the block's last visit.
 
-    ranks   with several, the sums are whole on the rank that owns the block, and of no use elsewhere
+    ranks   with several, the rank that owns the block has the sums, the others have none
     Raises  DataError naming linear and sequence if an input is not finite.
     """
     if not visit.last:
@@ -318,16 +318,17 @@ def record_block(
     with watch_inputs(stream.model.tree, linears, first.see):
         stream.advance(first.run())
     ranks.check_same(first.members, f"{visit.path}: which linears share an input")
-    for statistics in first.statistics.values():
-        statistics.add_up(ranks)
+    add_up(list(first.statistics.values()), ranks)
     by_name = {linear.name: linear for linear in linears}
     accumulators: dict[str, SumAccumulator] = {}
     sums: dict[str, ActivationSums] = {}
 
     def finish(name: str) -> None:
         accumulator = accumulators.pop(name)
-        accumulator.add_up(ranks, ranks.owner(visit.block))
-        sums[name] = accumulator.finish()
+        if ranks.count > 1:
+            accumulator.add_up(ranks, ranks.owner(visit.block), first.statistics[name].tokens)
+        if ranks.owns(visit.block):
+            sums[name] = accumulator.finish()
 
     for leader, statistics in first.statistics.items():
         rotation, smooth = config.rotation != "none", None

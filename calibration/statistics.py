@@ -6,6 +6,8 @@ quantizer. Sums, not means, so that the shares of data-parallel workers add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,20 +36,27 @@ class ChannelStatistics:
         self.tokens += len(x)
         return bool(torch.isfinite(self.energy).all())
 
-    def add_up(self, ranks: Ranks) -> None:
-        """The statistics of all ranks' tokens, on all."""
-        tokens = torch.tensor(self.tokens, device=self.energy.device)
-        ranks.add(self.energy)
-        ranks.largest(self.absmax)
-        ranks.add(tokens)
-        self.tokens = int(tokens)
-
     def smoothing(self, exponent: float) -> Tensor | None:
         """s_k = rms_k^exponent; None for exponent 0."""
         if exponent == 0.0:
             return None
         rms = (self.energy / max(self.tokens, 1)).sqrt()
         return finish_smoothing(rms.clamp_min(_SMOOTH_FLOOR) ** exponent, rms > 0)
+
+
+def add_up(statistics: Sequence[ChannelStatistics], ranks: Ranks) -> None:
+    """In place: each site's statistics of all ranks' tokens, on all ranks."""
+    if ranks.count == 1 or not statistics:
+        return
+    sizes = [len(one.energy) for one in statistics]
+    counts = statistics[0].energy.new_tensor([one.tokens for one in statistics])  # whole numbers, exact in float64
+    added = torch.cat([one.energy for one in statistics] + [counts])
+    largest = torch.cat([one.absmax for one in statistics])
+    ranks.add(added)
+    ranks.largest(largest)
+    *energies, counts = added.split([*sizes, len(sizes)])
+    for one, energy, absmax, tokens in zip(statistics, energies, largest.split(sizes), counts.tolist(), strict=True):
+        one.energy, one.absmax, one.tokens = energy, absmax, int(tokens)
 
 
 def finish_smoothing(smooth: Tensor, alive: Tensor) -> Tensor:
@@ -82,12 +91,11 @@ class SumAccumulator:
             self.qq += gram(quantized)
         self.tokens += len(x)
 
-    def add_up(self, ranks: Ranks, owner: int) -> None:
-        """The sums over all ranks' tokens, on the owner."""
-        tokens = torch.tensor(self.tokens, device=self.xx.device)
-        for tensor in (self.xx, self.xq, self.qq, tokens):
+    def add_up(self, ranks: Ranks, owner: int, tokens: int) -> None:
+        """The sums over all ranks' tokens, so many, on the owner."""
+        for tensor in (self.xx, self.xq, self.qq):
             ranks.add_on(owner, tensor)
-        self.tokens = int(tokens)
+        self.tokens = tokens
 
     def finish(self, dtype: torch.dtype = torch.float32) -> ActivationSums:
         """The sums; float32 is what the store keeps. Each float64 matrix goes as its copy comes."""

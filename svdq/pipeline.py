@@ -79,6 +79,13 @@ def _record_blocks(
             return
 
 
+def _check_ranks(data: CalibrationData, config: CalibrationConfig, ranks: Ranks) -> None:
+    if len(data.sequences) < ranks.count:
+        raise ConfigError(f"{data.source}: {len(data.sequences)} sequences for {ranks.count} ranks; wanted one each")
+    if ranks.count > 1 and config.smoothing == SEARCH:
+        raise ConfigError("--smoothing search: looks at all tokens in one process; calibrate without torchrun")
+
+
 @dataclass
 class CalibrationSummary:
     blocks: int
@@ -117,10 +124,7 @@ def calibrate(
         "device": device.type,
         "svdq": __version__,
     }
-    if len(data.sequences) < ranks.count:
-        raise ConfigError(f"{data.source}: {len(data.sequences)} sequences for {ranks.count} ranks; wanted one each")
-    if ranks.count > 1 and config.smoothing == SEARCH:
-        raise ConfigError("--smoothing search: looks at all tokens in one process; calibrate without torchrun")
+    _check_ranks(data, config, ranks)
     spilled = preflight.spill_bytes(model, linears, data.tokens, device, max_host_memory, ranks.count)
     ranks.agree(lambda: preflight.check_spill(out, spilled))
     store = ranks.agree(lambda: Store.create_or_resume(out, identity, len(model.blocks)))
@@ -185,9 +189,10 @@ def quantize(
 
     With shard_bytes, `out` is a Hugging Face directory with shards of that size at most; without, one file.
 
-    With several ranks, each quantizes blocks of its own, from a store; the bytes are those of one. Rank 0 alone writes
-    the file and returns the summary; the others return None when they have done their part. max_host_memory is that
-    of `calibrate`, with the work directory in place of the store's.
+    With several ranks, each quantizes blocks of its own: from a store, and the bytes are those of one; or from its
+    share of the data, and sums differ as floats added up in another order do. Rank 0 alone writes the file and returns
+    the summary; the others return None when they have done their part. max_host_memory is that of `calibrate`, with the
+    work directory in place of the store's.
     Raises ConfigError if a work directory of another configuration is there, or the store is of another model;
     NumericsError and DataError name the layer.
     """
@@ -196,7 +201,7 @@ def quantize(
     the_plan = plan(model, config)
     activation, calibrated = calibration_identity(model, the_plan, config, store, data, calibration)
     tokens = 0 if data is None else data.tokens
-    spilled = preflight.spill_bytes(model, the_plan.linears, tokens, device, max_host_memory)
+    spilled = preflight.spill_bytes(model, the_plan.linears, tokens, device, max_host_memory, ranks.count)
     out, work = check_run_output(out, the_plan, model, spilled, directory=shard_bytes is not None)
     identity = {
         "config": to_dict(config),
@@ -208,8 +213,10 @@ def quantize(
         "svdq": __version__,
     }
     alone = config.layer.objective == "nearest"
-    if store is None and ranks.count > 1 and not alone:
-        raise ConfigError("several ranks quantize from a store: run svdq calibrate first, then give --calib")
+    streamed = store is None and not alone
+    if streamed:
+        assert data is not None and calibration is not None
+        _check_ranks(data, calibration, ranks)
     ranks.agree(lambda: _open_work(work, identity))
 
     def block_file(block: int) -> Path:
@@ -218,28 +225,28 @@ def quantize(
     total = len(model.blocks)
     progress("quantize", 0, total)
     there = ranks.agree(lambda: {block for block in range(total) if block_file(block).exists()})
-    if alone or store is not None:
+    if data is not None and calibration is not None and streamed:
+        room = Room(device, max_host_memory, work)
+        have = there.__contains__
+        sums: Iterator = _record_blocks(model, the_plan.linears, data, calibration, device, have, room, ranks)
+        if ranks.count > 1:
+            sums = _own_in_turn(sums, ranks)
+    else:
 
         def read(block: int) -> BlockSums:
-            return without_sums(the_plan, block) if alone or store is None else store.read(block)
+            return without_sums(the_plan, block) if store is None else store.read(block)
 
         missing = ranks.share([b for b in range(total) if b not in there])
         done = [] if ranks.count > 1 else sorted(there)
-        sums: Iterator = ((b, read(b) if b in missing else None) for b in sorted([*missing, *done]))
-    else:
-        assert data is not None and calibration is not None
-        room = Room(device, max_host_memory, work)
-        sums = _record_blocks(model, the_plan.linears, data, calibration, device, there.__contains__, room)
-    _quantize_blocks(
-        model, the_plan, config, device, sums, block_file, total, progress, overlap=alone or store is not None
-    )
+        sums = ((b, read(b) if b in missing else None) for b in sorted([*missing, *done]))
+    _quantize_blocks(model, the_plan, config, device, sums, block_file, total, progress, overlap=not streamed)
     if ranks.rank:
         return None
 
     def blocks_there() -> int:
         return sum(block_file(b).exists() for b in range(total))
 
-    if alone or store is not None:
+    if ranks.count > 1 or not streamed:
         ranks.wait_until(blocks_there, total, "blocks are quantized")
     finished = [open_file(block_file(b)) for b in range(total) if block_file(b).exists()]
     layers: dict[str, dict] = {}
@@ -274,6 +281,21 @@ def quantize(
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(device),
     )
+
+
+def _own_in_turn(
+    recorded: Iterator[tuple[int, BlockSums | None]], ranks: Ranks
+) -> Iterator[tuple[int, BlockSums | None]]:
+    """This rank's blocks, each once a block of every rank is recorded: then all ranks quantize at the same time."""
+    own: list[tuple[int, BlockSums | None]] = []
+    for block, sums in recorded:
+        if sums is not None and ranks.owns(block):
+            own.append((block, sums))
+        del sums
+        if block % ranks.count == ranks.count - 1:
+            while own:
+                yield own.pop(0)
+    yield from own
 
 
 def calibration_identity(
@@ -387,6 +409,7 @@ def _quantize_blocks(
                     write_oldest()
                 if not overlap:
                     torch.set_num_threads(threads)
+                del sums, futures, jobs  # before the next block's sums are taken
             while waiting:
                 write_oldest()
         except BaseException:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from svdq.errors import ConfigError, SvdqError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # the commands read the options' defaults here, and `svdq --h
 
 T = TypeVar("T")
 TIMEOUT = 1800.0  # seconds
-_POLL = 0.2
+_POLL = 0.05
 _FAILED = "svdq/failed"
 
 
@@ -92,6 +93,8 @@ class Ranks:
 
     def _reduce(self, collective: str, tensor: Tensor, operation: str, **options: Any) -> None:
         if self.count > 1:
+            if _warming is not None:  # GPUs must meet in the same order on all ranks
+                _warming.join()
             with _connection() as distributed:
                 getattr(distributed, collective)(tensor, op=getattr(distributed.ReduceOp, operation), **options)
 
@@ -118,6 +121,7 @@ class Ranks:
 
 
 ALONE = Ranks()
+_warming: Thread | None = None
 _joined = ALONE  # what `join` made: a command that does not join is one process, whatever the environment says
 
 
@@ -154,6 +158,7 @@ def join(device: torch.device, timeout: float) -> Ranks:
     """
     global _joined
     if not wanted():
+        _start_warm_up(device)
         return ALONE
     if device.type == "cuda":
         import torch
@@ -167,7 +172,25 @@ def join(device: torch.device, timeout: float) -> Ranks:
             except ValueError as error:  # a variable is missing
                 raise ConfigError(f"{error}; WORLD_SIZE says that there are several processes: use torchrun") from None
         _joined = Ranks(distributed.get_rank(), distributed.get_world_size(), timeout)
-        return _joined
+    _start_warm_up(device)
+    return _joined
+
+
+def _start_warm_up(device: torch.device) -> None:
+    """On a GPU, beside imports that take seconds: the first collective, which connects the GPUs, and the first
+    factorization, which loads a library."""
+    global _warming
+    import torch
+
+    def warm_up() -> None:
+        with suppress(RuntimeError):  # it comes again where the result is wanted
+            torch.linalg.cholesky(torch.eye(8, dtype=torch.float64, device=device))
+            if _joined.count > 1:
+                torch.distributed.all_reduce(torch.zeros(1, device=device))
+
+    if device.type == "cuda":
+        _warming = Thread(target=warm_up, daemon=True)
+        _warming.start()
 
 
 def is_first_to_fail() -> bool:

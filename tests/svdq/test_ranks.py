@@ -110,6 +110,29 @@ def test_the_sums_of_several_ranks_are_those_of_one(model, store, calibration_id
     assert manifests[0] == manifests[1]
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_ranks_calibrate_on_the_way_with_the_bytes_of_their_store(model, calibration_ids, tmp_path, count):
+    out, again, data = (
+        tmp_path / "out.safetensors",
+        tmp_path / "again",
+        ["--data", calibration_ids, "--min-tokens", "1"],
+    )
+    job = Job(tmp_path, count, "calibrate", model, "-o", tmp_path / "store", *data)
+    assert job.wait() == [0] * count, job.messages()
+    assert alone("quantize", model, out, "--calib", tmp_path / "store") == 0
+    wanted = out.read_bytes()
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(WRAPPER.replace("SIGSTOP", "SIGKILL"))
+    job = Job(tmp_path, count, "quantize", model, again, *data, wrapped=wrapper)
+    assert job.processes[1].wait(60) == -signal.SIGKILL
+    assert [job.processes[rank].wait(60) for rank in range(count) if rank != 1] == [2] * (count - 1)
+    assert len(job.messages()) == 1 and not again.exists()
+    assert len(list((tmp_path / "again.work").glob("block-*.safetensors"))) >= 1
+    job = Job(tmp_path, count, "quantize", model, again, *data)
+    assert job.wait() == [0] * count, job.messages()
+    assert again.read_bytes() == wanted
+
+
 def test_torchrun_starts_it(model, store, by_one, tmp_path):
     out = tmp_path / "out.safetensors"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -220,20 +243,23 @@ def test_a_mistake_is_told_once(model, store, tmp_path):
     assert len(job.messages()) == 1 and "no such directory" in job.messages()[0]
 
 
-def test_several_ranks_want_a_store_and_a_sequence_each(model, calibration_ids, read_ids, tmp_path):
-    data, two = read_ids(calibration_ids), Ranks(0, 2)
-    with pytest.raises(ConfigError, match="--calib"):
-        quantize(
-            open_model(model), tmp_path / "out", QuantConfig(), data=data, calibration=CalibrationConfig(), ranks=two
-        )
-    with pytest.raises(ConfigError, match=r"sequences for 1000 ranks"):
-        calibrate(open_model(model), tmp_path / "store", data, CalibrationConfig(), ranks=Ranks(0, 1000))
-    with pytest.raises(ConfigError, match="search"):
-        calibrate(open_model(model), tmp_path / "store", data, CalibrationConfig(smoothing="search"), ranks=two)
+def test_several_ranks_want_a_sequence_each_and_no_search(model, calibration_ids, read_ids, tmp_path):
+    data, config, search = read_ids(calibration_ids), CalibrationConfig(), CalibrationConfig(smoothing="search")
+    for count, chosen, message in ((1000, config, r"sequences for 1000 ranks"), (2, search, "search")):
+        ranks = Ranks(0, count)
+        with pytest.raises(ConfigError, match=message):
+            calibrate(open_model(model), tmp_path / "store", data, chosen, ranks=ranks)
+        with pytest.raises(ConfigError, match=message):
+            quantize(open_model(model), tmp_path / "out", QuantConfig(), data=data, calibration=chosen, ranks=ranks)
 
 
 def test_waiting_ends_only_when_nothing_new_comes():
     counts = iter(range(6))
-    Ranks(0, 2, timeout=0.5).wait_until(lambda: next(counts), 5, "blocks")  # 0.2 s each, 1 s in all
+
+    def slowly():
+        time.sleep(0.2)
+        return next(counts)
+
+    Ranks(0, 2, timeout=0.5).wait_until(slowly, 5, "blocks")  # 0.25 s each, more than 1 s in all
     with pytest.raises(RanksError, match="3 of 5 blocks"):
         Ranks(0, 2, timeout=0.3).wait_until(lambda: 3, 5, "blocks")

@@ -75,7 +75,6 @@ HEAD_DIMS = (64, 128)
 HOPPER = "sm_90a"
 FP4_CORES = "sm_120a"  # its tensor cores take 4-bit floating-point operands with their scales; elsewhere 16-bit ones do
 FP4_RANKS = (0, 16)  # of t at a time
-HOPPER_FEW_TOKENS = 1024  # up to here small tiles: there are not enough large ones for all multiprocessors
 HOPPER_SHARED_BYTES = 226 * 1024  # that a block may ask for; 1 KB is for what the kernel declares
 
 
@@ -97,26 +96,29 @@ def expand_kernel() -> Kernel:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How w4_wgmma_lora works on a product: tokens of a tile, stages of the pipeline, products in flight."""
+    """How w4_wgmma_lora works: tokens of a tile, tokens and blocks of 64 columns of a warpgroup, pipeline stages."""
 
     tokens: int
+    block: int
+    blocks: int
     stages: int
-    ahead: int
     token_scale: bool
+    threads: int
     shared_bytes: int
 
 
-def hopper_tile(m: int, token_scale: bool, out_bytes: int) -> HopperTile:
-    """For m tokens, one scale a token or a group: what registers and shared memory hold."""
-    tokens = 64 if m <= HOPPER_FEW_TOKENS else 192 if token_scale else 128
+def hopper_tile(wide: bool, token_scale: bool, out_bytes: int) -> HopperTile:
+    """One scale a token or a group; what registers and shared memory hold. Sizes are the fastest ones on an H200."""
+    tokens, block, blocks = (64, 32, 1) if not wide else (192, 96, 1) if token_scale else (192, 64, 2)
+    warpgroups = tokens // block * (2 // blocks)  # that compute
     stage = tokens * 128 + 128 * 128 + 512 + (0 if token_scale else tokens * 8)
-    rows = 4 * (tokens // 2) * (64 * out_bytes + 16)  # of y on their way out
+    rows = warpgroups * block * (64 * out_bytes + 16)  # of y on their way out
     stages = min(5, (HOPPER_SHARED_BYTES - rows) // stage)
-    return HopperTile(tokens, stages, 2 if tokens == 64 else 1, token_scale, stages * stage + rows)
+    return HopperTile(tokens, block, blocks, stages, token_scale, 128 * (warpgroups + 1), stages * stage + rows)
 
 
 def wgmma_kernel(out: str, tile: HopperTile) -> Kernel:
-    sizes = (("TOKENS", tile.tokens), ("STAGES", tile.stages), ("AHEAD", tile.ahead))
+    sizes = (("TOKENS", tile.tokens), ("BLOCK", tile.block), ("BLOCKS", tile.blocks), ("STAGES", tile.stages))
     return Kernel("w4_wgmma_lora", (("OUT", out), *sizes, ("TOKEN_SCALE", int(tile.token_scale))))
 
 
@@ -219,16 +221,13 @@ def _weight_only_tiles() -> list[WeightOnlyTile]:
 
 def _hopper_kernels(outs: tuple[str, ...]) -> list[Kernel]:
     tiles = [
-        (out, hopper_tile(m, scale, 4 if out == "f32" else 2))
+        (out, hopper_tile(wide, scale, 4 if out == "f32" else 2))
         for out in outs
-        for m in (1, 4096)
+        for wide in (False, True)
         for scale in (False, True)
     ]
-    return [
-        *(quantize_kernel(scalar, rank, 2, store) for scalar in SCALARS for rank in RANKS for store in (1, 2)),
-        expand_kernel(),
-        *(wgmma_kernel(*tile) for tile in tiles),
-    ]
+    quantizers = (quantize_kernel(scalar, rank, 2, store) for scalar in SCALARS for rank in RANKS for store in (1, 2))
+    return [*quantizers, expand_kernel(), *(wgmma_kernel(*tile) for tile in tiles)]
 
 
 def source(kernel: Kernel) -> str:

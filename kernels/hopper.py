@@ -31,7 +31,7 @@ from svdq.kernels.launch import launch
 CAPABILITY = (9, 0)
 PAD_ROWS = 384  # a whole number of tiles of every size
 MOST_ROWS = 2**24 - PAD_ROWS  # the kernels count the bytes of a stage's rows in 32 bits
-THREADS = 640
+FEW_TOKENS = 1024  # up to here the quantizer's blocks would not fill the GPU by themselves
 
 
 def runs_on(device: torch.device) -> bool:
@@ -51,9 +51,9 @@ def require(device: torch.device) -> None:
 
 
 def _shares(m: int, groups: int) -> int:
-    """Over how many blocks the quantizer spreads a panel's groups: as many as fill the GPU, and the GEMM can add."""
+    """Over how many blocks the quantizer spreads a panel's groups: as many as fill the GPU, and the GEMM adds."""
     panels = (m + layout.PANEL - 1) // layout.PANEL
-    return max(1, min(4 if m <= kernels.HOPPER_FEW_TOKENS else 2, -(-528 // max(1, panels)), (groups + 3) // 4))
+    return max(1, min(4 if m <= FEW_TOKENS else 2, -(-528 // max(1, panels)), (groups + 3) // 4))
 
 
 def _rows(m: int) -> int:
@@ -161,13 +161,14 @@ def w4_gemm_lora_e4m3(
         [qweight, expanded, groups, padded_n],
         early=True,
     )
-    tile = kernels.hopper_tile(m, token_scale, y.element_size())
+    processors = _processors(codes.device.index)
+    tile = kernels.hopper_tile(_wide_tiles(m, n, processors), token_scale, y.element_size())
     tiles = -(-m // tile.tokens) * -(-n // layout.TILE_N)
     launch(
         kernels.wgmma_kernel(ops.OUT[dtype], tile),
         codes.device,
-        (min(tiles, _processors(codes.device.index)),),
-        THREADS,
+        (min(tiles, processors),),
+        tile.threads,
         [
             codes, scales, t, t.shape[0], codes.shape[0], expanded, padded_n, wscales, up, bias, y, m, n, groups, rank,
             t.shape[1], first_rank,
@@ -176,6 +177,15 @@ def w4_gemm_lora_e4m3(
         shared_bytes=tile.shared_bytes,
     )  # fmt: skip
     return y
+
+
+def _wide_tiles(m: int, n: int, processors: int) -> bool:
+    """Whether tiles of 192 tokens end sooner than those of 64, beside which each takes some 2.2 times as long."""
+
+    def rounds(tokens: int) -> int:
+        return -(-(-(-m // tokens) * -(-n // layout.TILE_N)) // processors)
+
+    return 2.2 * rounds(192) < rounds(64)
 
 
 @cache

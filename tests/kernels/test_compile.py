@@ -125,23 +125,24 @@ def constants_of(kernel, statements):
     kernels._nvrtc(f'{head}\n{statements}\nextern "C" __global__ void nothing() {{}}', "constants.cu", HOPPER)
 
 
-SIZES = [(m, token_scale, size) for m in (17, 4096) for token_scale in (False, True) for size in (2, 4)]
+SIZES = [(wide, token_scale, size) for wide in (False, True) for token_scale in (False, True) for size in (2, 4)]
 
 
-@pytest.mark.parametrize(("m", "token_scale", "size"), SIZES)
-def test_the_shared_memory_of_a_launch_is_what_stages_and_rows_take(m, token_scale, size):
-    tile = kernels.hopper_tile(m, token_scale, size)
+@pytest.mark.parametrize(("wide", "token_scale", "size"), SIZES)
+def test_threads_and_shared_memory_of_a_launch_are_what_the_kernel_counts(wide, token_scale, size):
+    tile = kernels.hopper_tile(wide, token_scale, size)
     kernel = kernels.wgmma_kernel("f32" if size == 4 else "f16", tile)
     assert kernel in WGMMA
-    bytes_ = "STAGES * STAGE_BYTES + 4 * ROWS_BYTES"
+    bytes_ = "STAGES * STAGE_BYTES + COMPUTING * ROWS_BYTES"
     constants_of(kernel, f'static_assert({bytes_} == {tile.shared_bytes}, "shared memory");')
+    constants_of(kernel, f'static_assert(THREADS == {tile.threads}, "threads");')
     with pytest.raises(KernelError, match="shared memory"):
         constants_of(kernel, f'static_assert({bytes_} == {tile.shared_bytes - 16}, "shared memory");')
 
 
-@pytest.mark.parametrize(("m", "token_scale", "size"), SIZES)
-def test_a_pipeline_has_at_least_three_stages_and_no_room_for_more(m, token_scale, size):
-    tile = kernels.hopper_tile(m, token_scale, size)
+@pytest.mark.parametrize(("wide", "token_scale", "size"), SIZES)
+def test_a_pipeline_has_at_least_three_stages_and_no_room_for_more(wide, token_scale, size):
+    tile = kernels.hopper_tile(wide, token_scale, size)
     constants_of(
         kernels.wgmma_kernel("f32" if size == 4 else "f16", tile),
         f'static_assert(STAGES == 5 || {tile.shared_bytes} + STAGE_BYTES > {kernels.HOPPER_SHARED_BYTES}, "room");',
@@ -149,26 +150,25 @@ def test_a_pipeline_has_at_least_three_stages_and_no_room_for_more(m, token_scal
     assert 3 <= tile.stages <= 5 and tile.shared_bytes <= kernels.HOPPER_SHARED_BYTES
 
 
-@pytest.mark.parametrize("m", [1, 17, 1024, 1025, 100_000])
-@pytest.mark.parametrize("token_scale", [False, True])
-def test_the_product_has_room_for_as_many_shares_of_t_as_the_quantizer_makes(m, token_scale):
-    kernel = kernels.wgmma_kernel("f16", kernels.hopper_tile(m, token_scale, 2))
-    most = max(hopper._shares(m, groups) for groups in range(1, 1000))
-    constants_of(kernel, f'static_assert({most} <= SHARES && THREADS == {hopper.THREADS}, "shares");')
-
-
 def test_padded_rows_are_whole_tiles():
     for m in (1, 64, 129, 385, 1024, 1025, 5000):
-        for token_scale in (False, True):
-            rows, tokens = hopper._rows(m), kernels.hopper_tile(m, token_scale, 2).tokens
+        for wide, token_scale, size in SIZES:
+            rows, tokens = hopper._rows(m), kernels.hopper_tile(wide, token_scale, size).tokens
             assert m <= rows < m + hopper.PAD_ROWS and rows % tokens == 0
+
+
+def test_tiles_are_wide_where_that_takes_fewer_rounds_of_all_multiprocessors():
+    """Sizes at which both were timed on an H200, which has 132."""
+    faster = {(4096, 3072): True, (4352, 15360): True, (700, 4096): True, (700, 6144): False, (700, 1024): False,
+              (256, 4096): False, (17, 128): False}  # fmt: skip
+    assert {size: hopper._wide_tiles(*size, 132) for size in faster} == faster
 
 
 def test_hoppers_products_are_not_serialized():
     """The assembler says so in its log if it could not leave them in flight, to no other effect than time."""
     for kernel in WGMMA[:4]:
         _, log = kernels._nvrtc(kernels.source(kernel), "w4_wgmma_lora.cu", HOPPER, no_cache=True)
-        assert "Used 96 registers" in log and "serialized" not in log, kernel
+        assert re.search(r"Used (96|128) registers", log) and "serialized" not in log, kernel
 
 
 # ---- the cache

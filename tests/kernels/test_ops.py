@@ -341,11 +341,11 @@ def test_siblings_as_one_linear_run_kernels_that_are_built_ahead_of_time(rank, s
 
 
 @pytest.mark.parametrize("token_scale", [False, True])
-@pytest.mark.parametrize("m", [1, 17, 1024, 1025, 100_000])
-def test_hoppers_products_of_any_number_of_tokens_are_built_ahead_of_time(m, token_scale):
+@pytest.mark.parametrize("wide", [False, True])
+def test_hoppers_products_are_built_ahead_of_time(wide, token_scale):
     built = kernels.all_kernels(kernels.HOPPER)
     for dtype, out in ops.OUT.items():
-        assert kernels.wgmma_kernel(out, kernels.hopper_tile(m, token_scale, dtype.itemsize)) in built
+        assert kernels.wgmma_kernel(out, kernels.hopper_tile(wide, token_scale, dtype.itemsize)) in built
 
 
 def test_a_width_is_cut_into_equal_parts_of_whole_tiles():

@@ -216,12 +216,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                     for (int j = 0; j < BLOCK / 8; j++) {
                         float2 v = tokens[j * (token_t_mp / 2) + k8 * (token_t_jh / 2)];
-#pragma unroll 1
-                        for (int share = 1; share < here; share++) {
-                            const float2 more = tokens[share * (T_BYTES / 8) + j * (token_t_mp / 2) + k8 * (token_t_jh / 2)];
-                            v.x += more.x;
-                            v.y += more.y;
-                        }
+#pragma unroll
+                        for (int share = 1; share < SHARES; share++)  // their loads at once
+                            if (share < here) {
+                                const float2 more = tokens[share * (T_BYTES / 8) + j * (token_t_mp / 2) + k8 * (token_t_jh / 2)];
+                                v.x += more.x;
+                                v.y += more.y;
+                            }
                         const float2 high = make_float2(tf32_part(v.x), tf32_part(v.y));
 #pragma unroll
                         for (int k = 0; k < BLOCKS; k++) {

@@ -75,6 +75,7 @@ HEAD_DIMS = (64, 128)
 HOPPER = "sm_90a"
 FP4_CORES = "sm_120a"  # its tensor cores take 4-bit floating-point operands with their scales; elsewhere 16-bit ones do
 FP4_RANKS = (0, 16)  # of t at a time
+NF4_SIZES = ((1, 8), (2, 8), (4, 8), (1, 16))  # tiles of four rows of x, warps
 HOPPER_SHARED_BYTES = 226 * 1024  # that a block may ask for; 1 KB is for what the kernel declares
 
 
@@ -186,8 +187,8 @@ def nf4_dequantize_kernel(out: str) -> Kernel:
     return Kernel("nf4_dequantize", (("OUT", out),))
 
 
-def nf4_gemv_kernel(scalar: str) -> Kernel:
-    return Kernel("nf4_gemv", (("SCALAR", scalar),))
+def nf4_few_rows_kernel(scalar: str, tiles: int, warps: int) -> Kernel:
+    return Kernel("nf4_few_rows", (("SCALAR", scalar), ("TILES", tiles), ("WARPS", warps)))
 
 
 def all_kernels(arch: str) -> list[Kernel]:
@@ -211,7 +212,7 @@ def all_kernels(arch: str) -> list[Kernel]:
             else [*map(fp4_expand_kernel, (False, True)), Kernel("fp4_finish")]
         ),
         *(nf4_dequantize_kernel(out) for out in outs),
-        *(nf4_gemv_kernel(scalar) for scalar in SCALARS),
+        *(nf4_few_rows_kernel(scalar, *sizes) for scalar in SCALARS for sizes in NF4_SIZES),
     ]
 
 

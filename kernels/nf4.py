@@ -5,13 +5,11 @@
 
 Both are torch operators, torch.ops.svdq.*. The dequantized weight is bitsandbytes' own, bit for bit: float32 products
 rounded once. nf4_linear of up to FEW_ROWS rows in 16 bits, k a multiple of 64, is one launch that looks codes up on the
-way and sums in float32; its levels are rounded to float16 (see nf4_gemv.cu), which costs less than rounding y does.
+way and sums in float32; its levels are rounded to float16 (see nf4_few_rows.cu), which costs less than rounding y does.
 Else, and for float32 inputs, it dequantizes to x's type and takes torch's product. On a CPU both run plain torch.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import numpy as np
 import torch
@@ -22,10 +20,11 @@ from svdq.kernels import compile as kernels
 from svdq.kernels import ops
 from svdq.kernels.launch import launch
 
-FEW_ROWS = 4  # each is a product of its own; five cost more than the dequantized product at 4096 x 4096
+FEW_ROWS = 32  # a block of threads takes up to 16
 BLOCK_WEIGHTS = nf4.BLOCK * nf4.NESTED_BLOCK  # of one block of threads of the dequantization
-WARPS, ROWS, STEP, KEPT = 32, 4, 16, 16  # of nf4_gemv.cu; STEP in scales' blocks
-SHARED_BYTES = 256 * 256 + 256 * 4 + KEPT * WARPS * ROWS * 4  # both tables, the sums
+ROWS = 32  # of a block of nf4_few_rows.cu
+ONE_EACH = 128  # blocks up to which most GPUs have one a multiprocessor; such a block has twice the warps
+SHARED_BYTES = 1024 + 260 * 256 + 256 * 4  # what may be left out at its beginning, levels and x, scales
 MOST = 2**31 - 1  # rows, columns and scales are counted in 32 bits
 
 
@@ -75,27 +74,21 @@ def nf4_linear(
         return torch.nn.functional.linear(x, nf4_dequantize(*weight, n, k, x.dtype), bias)
     x, y = ops.aligned_rows(x), x.new_empty((m, n))
     if m:
-        blocks = k // nf4.BLOCK
-        team_bits = min(5, (-(-blocks // STEP) - 1).bit_length())  # 2^bits warps share an output's columns
-        tiles = -(-n // (ROWS * (WARPS >> team_bits)))
+        tiles, blocks = 1 if m <= 4 else 2 if m <= 8 else 4, -(-n // ROWS)
+        warps = 16 if tiles == 1 and blocks <= ONE_EACH else 8
         launch(
-            kernels.nf4_gemv_kernel(ops.SCALAR[x.dtype]),
+            kernels.nf4_few_rows_kernel(ops.SCALAR[x.dtype], tiles, warps),
             x.device,
-            (min(tiles, _processors(x.device.index)), m),
-            WARPS * 32,
+            (blocks, -(-m // (4 * tiles))),
+            warps * 32,
             [
                 x, np.int64(x.stride(0)), packed, absmax, quant_map, nested_absmax, nested_quant_map, float(offset),
-                bias, y, n, blocks, team_bits,
+                bias, y, m, n, k // nf4.BLOCK,
             ],
             early=True,
-            shared_bytes=SHARED_BYTES,
+            shared_bytes=SHARED_BYTES + warps * 4 * tiles * 8,  # and the units of x
         )  # fmt: skip
     return y
-
-
-@cache
-def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _check(

@@ -62,6 +62,18 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 
 // ---------------------------------------------------------------------------------------------- tensor cores
 
+// d += a · b, 16 x 8 x 16. a: rows (g, g+8) of the first pair of columns, then of the second; b: both pairs of column g.
+__device__ __forceinline__ void mma_half(f16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_half(bf16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // d += a · b, 16 x 8 x 8. A float16 or bfloat16 value is a tf32 value, so both types multiply exactly here and a
 // float16 factor meets a bfloat16 activation without a rounding. The bits below tf32's 10 are ignored.
 // a: rows (g, g+8) of column c, then of column c+4; b: rows c, c+4 of column g; with g = lane / 4, c = lane % 4.

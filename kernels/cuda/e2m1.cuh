@@ -108,10 +108,3 @@ __device__ __forceinline__ void halves(u32 (&pairs)[4], u32 word, u32 scale) {
         pairs[i] = multiply_halves((sign[i] & 0x80008000u) | (index[i] & 0x0e000e00u), scale);
 }
 constexpr float HALVES_UNIT = 16384.f;  // of a product of two such numbers
-
-// d += a · b, 16 x 8 x 16, float16. a: rows (g, g+8) of the first pair of columns, then of the second; b: both pairs of column g.
-__device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}

@@ -83,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     if (half && few) break;
-                    mma_f16(sums[s][half], a[0][0], a[1][0], a[0][1], a[1][1], x[half][ks][0], x[half][ks][1]);
-                    mma_f16(sums[s][half], a[0][2], a[1][2], a[0][3], a[1][3], x[half][ks][2], x[half][ks][3]);
+                    mma_half(f16(), sums[s][half], a[0][0], a[1][0], a[0][1], a[1][1], x[half][ks][0], x[half][ks][1]);
+                    mma_half(f16(), sums[s][half], a[0][2], a[1][2], a[0][3], a[1][3], x[half][ks][2], x[half][ks][3]);
                 }
             }
         }

@@ -39,18 +39,6 @@ static_assert(!TURNED || BITS == 4, "groups of 8-bit codes are rows");
 static_assert(WARPS * TOKENS * ROW_STRIDE * 4 <= SHARED_BYTES && RING_BYTES + (SCALED ? ROWS * SCALE_STRIDE * 4 : 0) <= SHARED_BYTES,
               "shared memory");
 
-// d += a · b, 16 x 8 x 16.
-__device__ __forceinline__ void mma_half(f16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_half(bf16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // a · b + c of two packed values, rounded once.
 __device__ __forceinline__ u32 fma_pair(f16, u32 a, u32 b, u32 c) {
     u32 d;

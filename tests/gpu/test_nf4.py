@@ -49,7 +49,7 @@ def test_a_card_dequantizes_to_the_bits_of_bitsandbytes(n, k, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("m", [1, 3, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 13, 32])
 @pytest.mark.parametrize(("n", "k"), [(96, 192), (5, 64), (1000, 1088), (4096, 4096), (130, 20480)])
 def test_the_product_of_few_rows_is_the_sum_over_all_columns(n, k, m, dtype):
     operands, bias, x = encoded(n, k), normal(n, seed=2), normal(m, k, seed=3).to(dtype)

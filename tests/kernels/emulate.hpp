@@ -199,29 +199,9 @@ inline void host_mma_integer(uint32_t (&d)[4], const uint32_t (&a)[4], const uin
     __syncwarp();
 }
 
-// d += a · b, 16 x 8 x 16, float16.
 inline uint32_t host_multiply_halves(uint32_t a, uint32_t b) {
     const float2 x = host_widen(a), y = host_widen(b);
     return host_narrow_half(x.x * y.x, x.y * y.y);
-}
-inline void host_mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    Lanes& all = lanes();
-    const int lane = threadIdx.x % 32;
-    const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
-    for (int i = 0; i < 6; i++) all.word[lane][i] = own[i];
-    __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        double sum = d[i];
-        for (int k = 0; k < 16; k++) {
-            const int at = k % 8 / 2, shift = k % 2 * 16;
-            const float a = float_of_half(all.word[row % 8 * 4 + at][k / 8 * 2 + row / 8] >> shift & 0xffff);
-            const float b = float_of_half(all.word[column * 4 + at][4 + k / 8] >> shift & 0xffff);
-            sum += static_cast<double>(a) * b;
-        }
-        d[i] = sum;
-    }
-    __syncwarp();
 }
 
 // d += (a · a_scales) · (b · b_scales), 16 x 8 x 64, of 4-bit floating point; `thread` of every four lanes has b's scales.

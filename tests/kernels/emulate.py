@@ -34,6 +34,12 @@ INSTRUCTIONS = {
     "void mma_integer(u32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2], u32 c0, u32 c1, u32 c2, u32 c3)": (
         "host_mma_integer(d, a, b, c0, c1, c2, c3);"
     ),
+    "void mma_half(f16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
+        "host_mma_half(float_of_half, d, a0, a1, a2, a3, b0, b1);"
+    ),
+    "void mma_half(bf16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
+        "host_mma_half(float_of_bfloat, d, a0, a1, a2, a3, b0, b1);"
+    ),
     "u32 shared_address(const void* p)": "return 0;",
     "void copy_async(void* to, const void* from)": "host_copy_async(to, from);",
     "void copy_commit()": "",
@@ -49,18 +55,10 @@ INSTRUCTIONS_OF_SOME = {
     "void cluster_arrive()": "",
     "void cluster_wait()": "__syncthreads();",
     "float load_of_block(const float* p, u32 block)": "return *p;",
-    "void mma_half(f16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
-        "host_mma_half(float_of_half, d, a0, a1, a2, a3, b0, b1);"
-    ),
-    "void mma_half(bf16, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
-        "host_mma_half(float_of_bfloat, d, a0, a1, a2, a3, b0, b1);"
-    ),
     "u32 fma_pair(f16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_half, half_of_float, a, b, c);",
     "u32 fma_pair(bf16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_bfloat, bfloat_of_float, a, b, c);",
+    "u32 look_up(const unsigned char* table, u32 at)": "return *reinterpret_cast<const u32*>(table + at);",
     "u32 multiply_halves(u32 a, u32 b)": "return host_multiply_halves(a, b);",
-    "void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)": (
-        "host_mma_f16(d, a0, a1, a2, a3, b0, b1);"
-    ),
     "void mma_scaled(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 a_scales, u32 b_scales)": (
         "host_mma_scaled(d, a, b0, b1, a_scales, b_scales, THREAD);"
     ),

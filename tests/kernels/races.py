@@ -10,8 +10,10 @@ from pathlib import Path
 import emulate
 import torch
 
+from svdq import nf4
 from svdq.kernels import compile as kernels
 from svdq.kernels import hopper, ops
+from svdq.kernels import nf4 as nf4_operators
 from svdq.linear import W4A4Linear
 from svdq.quantized import Layer
 from svdq.rounding import ActivationTransform
@@ -20,6 +22,7 @@ SHAPES = {  # (m, n, k, rank) that reach every barrier of a source
     "quantize_lora_down.cu": (17, 24, 192, 64),
     "w4a4_gemm_lora.cu": (20, 40, 320, 16),
     "w4a4_small_m.cu": (16, 16, 576, 64),
+    "nf4_few_rows.cu": (4, 20, 2112, 0),
 }
 
 
@@ -39,7 +42,9 @@ def leave_out(file, text, barrier):
 def main(folder, *left_out):
     if left_out:
         leave_out(*left_out)
-    ops.launch = hopper.launch = emulate.Emulator(Path(folder), 900, ("-fsanitize=thread", "-g")).launch
+    ops.launch = hopper.launch = nf4_operators.launch = emulate.Emulator(
+        Path(folder), 900, ("-fsanitize=thread", "-g")
+    ).launch
     hopper.require, hopper._shares = lambda device: None, lambda m, groups: 1
     generator = torch.Generator().manual_seed(0)
 
@@ -48,6 +53,11 @@ def main(folder, *left_out):
 
     for file in left_out[:1] or SHAPES:
         m, n, k, rank = SHAPES[file]
+        if file == "nf4_few_rows.cu":
+            tensors = nf4.encode(uniform(n, k) - 0.5)
+            operands = [tensors[suffix] for suffix in nf4.OPERANDS]
+            nf4_operators.nf4_linear(uniform(m, k).half(), *operands, nf4.check(tensors, n, k).offset, n, None)
+            continue
         codes = torch.randint(-7, 8, (n, k), generator=generator, dtype=torch.int8)
         scales = (uniform(n, k // 64) * 0.01 + 0.001).half()
         projections = uniform(k, rank).half(), uniform(n, rank).half()

@@ -26,8 +26,10 @@ EVERY = [(kernel, arch) for arch in ARCHITECTURES for kernel in all_kernels(arch
 
 
 def differs_in_conversions_alone(kernel):
-    """From the kernel for float16. Of w4_wgmma_lora the output's type changes the pipeline too."""
-    return kernel.name != "w4_wgmma_lora" and {"bf16", "f32"} & set(dict(kernel.constants).values())
+    """From the kernel for float16. Of two kernels a type changes more: the pipeline, and how x is staged."""
+    return kernel.name not in ("w4_wgmma_lora", "nf4_few_rows") and {"bf16", "f32"} & set(
+        dict(kernel.constants).values()
+    )
 
 
 READ = [(kernel, arch) for kernel, arch in EVERY if not differs_in_conversions_alone(kernel)]
@@ -118,8 +120,7 @@ def launches():
             patch.setattr(module, "launch", recorder(module))
         patch.setattr(hopper, "require", lambda device: None)
         patch.setattr(nvfp4, "_product", lambda x, weights: empty(len(x), len(weights)))
-        for module in (hopper, nf4):
-            patch.setattr(module, "_processors", lambda index: 132)
+        patch.setattr(hopper, "_processors", lambda index: 132)
         columns, group, rows = empty(64, 4096), empty(64), empty(4096)
         quantizer.walk(
             columns, empty(64, 64), group, group, group, 2.0**-24, -7, 7, columns.char(), rows, columns, rows
@@ -142,7 +143,8 @@ def launches():
                     words, scales = empty(96, 32, dtype=torch.int32), empty(96, 256 // group).half()
                     weight_only.w4a16_linear(x, words, scales, None, group, None, None, None)
                 weight_only.w8a16_linear(x, codes, empty(96, 1).half(), None, None, None)
-            nf4.nf4_linear(empty(3, 384, dtype=dtype), *of_nf4, None)
+            for m in (3, 8, 9, 32):
+                nf4.nf4_linear(empty(m, 384, dtype=dtype), *of_nf4, None)
             for d in kernels.HEAD_DIMS:
                 q, k, norm, table = (empty(*shape, dtype=dtype) for shape in ((5, 2, d), (5, 1, d), (d,), (5, d)))
                 ops.qknorm_rope(q, k, norm, norm, table, table, 1e-6)
@@ -245,11 +247,11 @@ def test_a_block_that_asks_for_shared_memory_fits_its_gpus(compiled, launches):
     assert {kernel.name for kernel, asked in asking.items() if asked != {0}} == {
         "w4_wgmma_lora",
         "weight_only",
-        "nf4_gemv",
+        "nf4_few_rows",
     }
     for (kernel, arch), result in compiled.items():
         (asked,) = asking[kernel]
-        most = 101376 if kernel.name in ("weight_only", "nf4_gemv") else 232448 if arch == HOPPER else 0
+        most = 101376 if kernel.name in ("weight_only", "nf4_few_rows") else 232448 if arch == HOPPER else 0
         assert not asked or asked + result.resources.shared_bytes <= most, kernel
 
 
@@ -304,7 +306,7 @@ def test_the_down_projection_runs_on_tf32_tensor_cores(disassembled, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_weights_alone_in_few_bits_run_on_16_bit_tensor_cores(disassembled, arch):
     for (kernel, target), code in disassembled.items():
-        if (kernel.name, target) == ("weight_only", arch):
+        if kernel.name in ("weight_only", "nf4_few_rows") and target == arch:
             assert {i for i in code.instructions if re.match(r"[A-Z]*MMA", i)} == {"HMMA.16816.F32"}, kernel
 
 
@@ -372,7 +374,7 @@ def test_4_bit_floating_point_of_few_tokens_is_multiplied_as_float16(disassemble
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_nf4_is_read_and_written_by_16_bytes_and_looked_up_in_shared_memory(disassembled, arch):
     codes = {k.name: c.instructions for (k, target), c in disassembled.items() if target == arch}
-    for name in ("nf4_dequantize", "nf4_gemv"):
+    for name in ("nf4_dequantize", "nf4_few_rows"):
         assert [i for i in codes[name] if re.match(r"LDG\.E\.(NA\.)?128\.CONSTANT", i)], name
         assert "BRX" not in codes[name], name  # a jump by the code
         assert codes[name].count("LDS") >= 64, name
@@ -393,7 +395,7 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
         "weight_only": {"LDG.E.128"},
         "expand_weight": {"STG.E.128"},  # what may still be read by the product before
         "nf4_dequantize": {"STG.E.128"},  # what the kernel before may still read
-        "nf4_gemv": {"LDG.E.128"},
+        "nf4_few_rows": {"LDG.E.128"},
     }
     if arch == HOPPER:  # what may still be read by the kernel before; all operands
         activations |= {"expand_codes": {"STG.E"}, "w4_wgmma_lora": {"UBLKCP.S.G"}}
@@ -412,7 +414,7 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
             constants = dict(kernel.constants)  # (of weight_only the copies of codes are not counted here)
             reads_scales = kernel.name == "weight_only" and constants["BITS"] == 4
             few = (
-                kernel.name in ("w4a4_small_m", "fp4_small_m", "nf4_dequantize", "nf4_gemv")
+                kernel.name in ("w4a4_small_m", "fp4_small_m", "nf4_dequantize", "nf4_few_rows")
                 or constants.get("HALVES") == 1
             )
             reads_weights = few or reads_scales

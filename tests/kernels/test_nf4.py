@@ -45,7 +45,6 @@ def emulator(tmp_path_factory):
 @pytest.fixture
 def emulated(monkeypatch, emulator):
     monkeypatch.setattr(operators, "launch", emulator.launch)
-    monkeypatch.setattr(operators, "_processors", lambda index: 1)
 
 
 @by_host
@@ -62,13 +61,17 @@ def test_the_dequantization_is_the_loops_in_every_type(n, k, dtype):
 @by_host
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("m", "n", "k", "dtype"), [
-    (3, 50, 2112, F16),
-    (1, 6, 4096, F16),
-    (1, 2200, 64, BF16),
-    (2, 3, 33856, BF16),
+    (1, 50, 8256, BF16),
+    (2, 33, 4096, F16),
+    (3, 6, 1088, BF16),
+    (4, 32, 64, F16),
+    (7, 40, 2112, BF16),
+    (8, 20, 1024, F16),
+    (9, 17, 3136, F16),
+    (32, 34, 192, BF16),
 ])  # fmt: skip
 def test_the_product_of_few_rows_is_the_sum_over_all_columns(m, n, k, dtype):
-    """Teams of 1 to 32 warps, more tiles than sums are kept of, more steps than warps, steps that are not full."""
+    """Rows of x for all tiles and turns, columns for less and more than all warps, odd blocks, odd rows."""
     operands, bias, x = encoded(n, k), normal(n, seed=2), normal(m, k, seed=3).to(dtype)
     y = operators.nf4_linear(x, *operands, n, bias)
     operands[2] = (operands[2] * LIFT).half().double() / LIFT  # as the kernel's table has the levels
@@ -77,6 +80,31 @@ def test_the_product_of_few_rows_is_the_sum_over_all_columns(m, n, k, dtype):
     unit = 2.0 ** (-11 if dtype == F16 else -8)
     size = x.double().abs() @ weight.abs().T
     assert ((y.double() - wanted).abs() <= unit * wanted.abs() + 2.0**-20 * size).all()
+
+
+@by_host
+@pytest.mark.usefixtures("emulated")
+def test_bfloat16_of_any_size_is_multiplied_as_it_is():
+    """Large rows, small rows, a large value that meets zeros among values 2^-32 of its size; zeros, infinity, NaN."""
+    n, k = 20, 192
+    weight = normal(n, k)
+    weight[:, 70] = 0
+    tensors = nf4.encode(weight)
+    operands = [tensors[suffix] for suffix in nf4.OPERANDS] + [nf4.check(tensors, n, k).offset]
+    x = normal(7, k, seed=3)
+    x[0] *= 2.0**100
+    x[1] *= 2.0**-100
+    x[2] = x[2].sign() * (1 + x[2].abs() % 1) * 2.0**-12
+    x[2, 70] = 2.0**20
+    x[3] = 0
+    x[5, 7], x[6, 130] = float("inf"), float("nan")
+    x = x.to(BF16)
+    y = operators.nf4_linear(x, *operands, n, None)
+    operands[2] = (operands[2] * LIFT).half().double() / LIFT
+    weight = nf4.dequantize(*operands, n, k, torch.float64)
+    wanted, size = x[:5].double() @ weight.T, x[:5].double().abs() @ weight.abs().T
+    assert ((y[:5].double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-20 * size).all()
+    assert not y[5:].isfinite().any()
 
 
 # ---- the operators
@@ -103,13 +131,12 @@ def launched(monkeypatch):
     """What would have been launched on a GPU."""
     found = []
     monkeypatch.setattr(operators, "launch", lambda kernel, *arguments, **options: found.append((kernel, arguments)))
-    monkeypatch.setattr(operators, "_processors", lambda index: 132)
     return found
 
 
 @pytest.mark.parametrize(("m", "k", "dtype", "name"), [
-    (1, 128, F16, "nf4_gemv"),
-    (operators.FEW_ROWS, 128, BF16, "nf4_gemv"),
+    (1, 128, F16, "nf4_few_rows"),
+    (operators.FEW_ROWS, 128, BF16, "nf4_few_rows"),
     (operators.FEW_ROWS + 1, 128, BF16, "nf4_dequantize"),
     (1, 96, BF16, "nf4_dequantize"),
     (1, 128, F32, "nf4_dequantize"),

@@ -43,6 +43,9 @@ def test_no_kernel_has_a_race(tmp_path):
 @pytest.mark.parametrize(("file", "text"), [
     ("w4a4_small_m.cu", "__syncthreads();  // all partial sums are written"),
     ("w4a4_gemm_lora.cu", "__syncthreads();  // this group's stage has arrived"),
+    ("nf4_few_rows.cu", "__syncthreads();          // table, map and zeros are there"),
+    ("nf4_few_rows.cu", "__syncthreads();  // table and x are read"),
+    ("nf4_few_rows.cu", "__syncthreads();  // all sums are there"),
     ("quantize_lora_down.cu", "if (first) __syncthreads();"),
     ("quantize_lora_down.cu", "] = row_most[h];\n    __syncthreads();"),
 ])  # fmt: skip

@@ -20,7 +20,7 @@ def test_only_hopper_has_run_anything():
 
 @pytest.mark.parametrize(
     ("kind", "kernel"),
-    [("W4A4", "w4a4_gemm_lora"), ("W4A8", "w4_wgmma_lora"), ("NF4", "nf4_gemv"), ("NVFP4", "fp4_small_m")],
+    [("W4A4", "w4a4_gemm_lora"), ("W4A8", "w4_wgmma_lora"), ("NF4", "nf4_few_rows"), ("NVFP4", "fp4_small_m")],
 )
 def test_a_format_is_there_where_its_kernel_is_compiled(kind, kernel):
     assert {name: row[kind] != "no" for name, row in ROWS.items()} == {n: kernel in names for n, names in NAMES.items()}

@@ -3,7 +3,8 @@
 python benchmarks/nf4.py     (pip install 'svdq[cuda]' bitsandbytes)
 
 Every time is the median over replays of a CUDA graph of many calls, each with weights and results of its own (together
-larger than the second-level cache), the candidates of a shape taken in turn. "floor" is the bytes that must move, each
+larger than the second-level cache), the candidates of a shape taken in turn; x of a product is one buffer, in the cache
+as the output of the layer before would be. "floor" is the bytes that must move, each
 once, over the bandwidth of an elementwise kernel measured in this run. bitsandbytes dequantizes in three launches: the
 scales' codes, their mean added, the weights; "scales ready" is its last launch alone, with float32 scales given.
 """
@@ -19,7 +20,7 @@ from svdq.kernels.nf4 import nf4_dequantize, nf4_linear
 
 DEQUANTIZED = [(4096, 4096), (1024, 3072), (4096, 14336), (8192, 8192), (16384, 16384)]
 LINEAR = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192)]
-ROWS = (1, 2, 4, 8, 32, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 33, 128)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -80,10 +81,10 @@ def time_dequantization(n, k):
 
 def time_linear(m, n, k):
     made = [weights_of(n, k, seed) for seed in range(sets_for(n * k * 0.5 + 2 * m * (n + k)))]
-    inputs = [torch.randn(m, k, device=CUDA).to(torch.bfloat16) for _ in made]
+    x = torch.randn(m, k, device=CUDA).to(torch.bfloat16)
     candidates = {
-        "svdq": lambda i: nf4_linear(inputs[i], *made[i][1], n, None),
-        "bitsandbytes": lambda i: bitsandbytes.matmul_4bit(inputs[i], *made[i][0]),
+        "svdq": lambda i: nf4_linear(x, *made[i][1], n, None),
+        "bitsandbytes": lambda i: bitsandbytes.matmul_4bit(x, *made[i][0]),
     }
     return timed(candidates, len(made))
 

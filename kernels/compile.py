@@ -75,7 +75,7 @@ HEAD_DIMS = (64, 128)
 HOPPER = "sm_90a"
 FP4_CORES = "sm_120a"  # its tensor cores take 4-bit floating-point operands with their scales; elsewhere 16-bit ones do
 FP4_RANKS = (0, 16)  # of t at a time
-NF4_SIZES = ((1, 8), (2, 8), (4, 8), (1, 16))  # tiles of four rows of x, warps
+NF4_SIZES = ((1, 1), (1, 2), (2, 2), (4, 2))  # tiles of four rows of x, strips of sixteen rows of the weight
 HOPPER_SHARED_BYTES = 226 * 1024  # that a block may ask for; 1 KB is for what the kernel declares
 
 
@@ -187,8 +187,8 @@ def nf4_dequantize_kernel(out: str) -> Kernel:
     return Kernel("nf4_dequantize", (("OUT", out),))
 
 
-def nf4_few_rows_kernel(scalar: str, tiles: int, warps: int) -> Kernel:
-    return Kernel("nf4_few_rows", (("SCALAR", scalar), ("TILES", tiles), ("WARPS", warps)))
+def nf4_few_rows_kernel(scalar: str, tiles: int, strips: int) -> Kernel:
+    return Kernel("nf4_few_rows", (("SCALAR", scalar), ("TILES", tiles), ("STRIPS", strips)))
 
 
 def all_kernels(arch: str) -> list[Kernel]:

@@ -22,8 +22,8 @@ from svdq.kernels.launch import launch
 
 FEW_ROWS = 32  # a block of threads takes up to 16
 BLOCK_WEIGHTS = nf4.BLOCK * nf4.NESTED_BLOCK  # of one block of threads of the dequantization
-ROWS = 32  # of a block of nf4_few_rows.cu
-ONE_EACH = 128  # blocks up to which most GPUs have one a multiprocessor; such a block has twice the warps
+WARPS = 8  # of a block of nf4_few_rows.cu
+AT_ONCE = 256  # strips up to which a block has one of them: so many are there at once, two a multiprocessor
 SHARED_BYTES = 1024 + 260 * 256 + 256 * 4  # what may be left out at its beginning, levels and x, scales
 MOST = 2**31 - 1  # rows, columns and scales are counted in 32 bits
 
@@ -74,19 +74,19 @@ def nf4_linear(
         return torch.nn.functional.linear(x, nf4_dequantize(*weight, n, k, x.dtype), bias)
     x, y = ops.aligned_rows(x), x.new_empty((m, n))
     if m:
-        tiles, blocks = 1 if m <= 4 else 2 if m <= 8 else 4, -(-n // ROWS)
-        warps = 16 if tiles == 1 and blocks <= ONE_EACH else 8
+        tiles = 1 if m <= 4 else 2 if m <= 8 else 4
+        strips = 1 if tiles == 1 and -(-n // 16) <= AT_ONCE else 2
         launch(
-            kernels.nf4_few_rows_kernel(ops.SCALAR[x.dtype], tiles, warps),
+            kernels.nf4_few_rows_kernel(ops.SCALAR[x.dtype], tiles, strips),
             x.device,
-            (blocks, -(-m // (4 * tiles))),
-            warps * 32,
+            (-(-n // (16 * strips)), -(-m // (4 * tiles))),
+            WARPS * 32,
             [
                 x, np.int64(x.stride(0)), packed, absmax, quant_map, nested_absmax, nested_quant_map, float(offset),
                 bias, y, m, n, k // nf4.BLOCK,
             ],
             early=True,
-            shared_bytes=SHARED_BYTES + warps * 4 * tiles * 8,  # and the units of x
+            shared_bytes=SHARED_BYTES + WARPS * 4 * tiles * 8,  # and the units of x
         )  # fmt: skip
     return y
 

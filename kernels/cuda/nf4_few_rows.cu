@@ -17,8 +17,8 @@
 // other way round. So a sum of eight products is of one block and is scaled once. Warps' sums are added in their order.
 #include "nf4.cuh"
 
-constexpr int STRIPS = 2, STAGES = WARPS == 16 ? 1 : 2;  // STAGES: tiles on their way to a warp
-constexpr int BLOCKS_AT_ONCE = TILES == 1 && WARPS == 8 ? 2 : 1;
+constexpr int WARPS = 8, STAGES = 2;  // STAGES: tiles on their way to a warp
+constexpr int BLOCKS_AT_ONCE = TILES == 1 ? 2 : 1;
 constexpr int THREADS = WARPS * 32, ROWS = STRIPS * 16, TOKENS = TILES * 4, TILE_K = 2 * BLOCK;
 constexpr float LIFT = 1.3662109375f;
 constexpr int ENTRY = 256;  // bytes between a table's entries: twice what the copies take, so that a byte permute makes the address
@@ -93,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
         piece.scale_code = absmax[own_blocks[s] + block];
         piece.nested = nested_absmax[(own_blocks[s] + block) / 256];
     };
+    if (STRIPS == 1) let_next_kernel_start();
     Piece pieces[STAGES][STRIPS];
 #pragma unroll
     for (int i = 0; i < STAGES; i++)
@@ -126,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
         }
     };
     load_x(warp);
-    let_next_kernel_start();  // no earlier: its weights would be in the way of this one's x
+    if (STRIPS > 1) let_next_kernel_start();  // no earlier: its weights would be in the way of this one's x
     __syncthreads();          // table, map and zeros are there
 
     unsigned char* own_x = table + ENTRY / 2 + warp * X_WARP;

@@ -143,8 +143,8 @@ def launches():
                     words, scales = empty(96, 32, dtype=torch.int32), empty(96, 256 // group).half()
                     weight_only.w4a16_linear(x, words, scales, None, group, None, None, None)
                 weight_only.w8a16_linear(x, codes, empty(96, 1).half(), None, None, None)
-            for m, one_each in ((3, 0), (3, 128), (8, 0), (9, 0), (32, 0)):
-                patch.setattr(nf4, "ONE_EACH", one_each)
+            for m, at_once in ((3, 0), (3, 256), (8, 0), (9, 0), (32, 0)):
+                patch.setattr(nf4, "AT_ONCE", at_once)
                 nf4.nf4_linear(empty(m, 384, dtype=dtype), *of_nf4, None)
             for d in kernels.HEAD_DIMS:
                 q, k, norm, table = (empty(*shape, dtype=dtype) for shape in ((5, 2, d), (5, 1, d), (d,), (5, d)))

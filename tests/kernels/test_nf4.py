@@ -60,7 +60,7 @@ def test_the_dequantization_is_the_loops_in_every_type(n, k, dtype):
 
 @by_host
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("one_each", [0, operators.ONE_EACH])  # 8 warps a block, and 16 for up to four rows
+@pytest.mark.parametrize("at_once", [0, operators.AT_ONCE])  # two strips a block; of up to four rows of x one
 @pytest.mark.parametrize(("m", "n", "k", "dtype"), [
     (1, 50, 8256, BF16),
     (2, 33, 4096, F16),
@@ -71,9 +71,9 @@ def test_the_dequantization_is_the_loops_in_every_type(n, k, dtype):
     (9, 17, 3136, F16),
     (32, 34, 192, BF16),
 ])  # fmt: skip
-def test_the_product_of_few_rows_is_the_sum_over_all_columns(m, n, k, dtype, one_each, monkeypatch):
+def test_the_product_of_few_rows_is_the_sum_over_all_columns(m, n, k, dtype, at_once, monkeypatch):
     """Rows of x for all tiles and turns, columns for less and more than all warps, odd blocks, odd rows."""
-    monkeypatch.setattr(operators, "ONE_EACH", one_each)
+    monkeypatch.setattr(operators, "AT_ONCE", at_once)
     operands, bias, x = encoded(n, k), normal(n, seed=2), normal(m, k, seed=3).to(dtype)
     y = operators.nf4_linear(x, *operands, n, bias)
     operands[2] = (operands[2] * LIFT).half().double() / LIFT  # as the kernel's table has the levels

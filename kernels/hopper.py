@@ -31,7 +31,6 @@ from svdq.kernels.launch import launch
 CAPABILITY = (9, 0)
 PAD_ROWS = 384  # a whole number of tiles of every size
 MOST_ROWS = 2**24 - PAD_ROWS  # the kernels count the bytes of a stage's rows in 32 bits
-FEW_TOKENS = 1024  # up to here the quantizer's blocks would not fill the GPU by themselves
 
 
 def runs_on(device: torch.device) -> bool:
@@ -50,10 +49,11 @@ def require(device: torch.device) -> None:
         )
 
 
-def _shares(m: int, groups: int) -> int:
-    """Over how many blocks the quantizer spreads a panel's groups: as many as fill the GPU, and the GEMM adds."""
+def _shares(m: int, groups: int, values: bool) -> int:
+    """Over how many blocks the quantizer spreads a panel's groups: a group for each of a block's eight warps, as far as
+    two blocks a multiprocessor go. Blocks that wait for each other's largest magnitude are better fewer."""
     panels = (m + layout.PANEL - 1) // layout.PANEL
-    return max(1, min(4 if m <= FEW_TOKENS else 2, -(-528 // max(1, panels)), (groups + 3) // 4))
+    return max(1, min(8, (groups + 7) // 8, max(2, (176 if values else 264) // max(1, panels))))
 
 
 def _rows(m: int) -> int:
@@ -106,7 +106,7 @@ def _quantize_fake(x, down, inv_smooth, rotation, clip, row_factor, norm_weight,
     return (
         x.new_empty((rows, padded_k), dtype=torch.uint8),
         x.new_empty((rows,) if values else (rows, groups), dtype=torch.float32),
-        x.new_empty((_shares(x.shape[0], groups), rank, rows), dtype=torch.float32),
+        x.new_empty((_shares(x.shape[0], groups, values), rank, rows), dtype=torch.float32),
     )
 
 
@@ -121,7 +121,7 @@ def _check_quantize(
 
 def _quantize_reference(x, down, inv_smooth, rotation, clip, row_factor, norm_weight, values):
     _check_quantize(x, down, inv_smooth, row_factor, norm_weight)
-    shares = _shares(x.shape[0], down.shape[0] // layout.TILE_K)
+    shares = _shares(x.shape[0], down.shape[0] // layout.TILE_K, values)
     return reference.quantize_lora_down_e4m3(
         x, down, inv_smooth, rotation, clip, row_factor, norm_weight, values, shares, _rows(x.shape[0])
     )
@@ -215,7 +215,7 @@ def _check_gemm(
         codes,
         ("codes", codes, (rows, groups * layout.TILE_K), torch.uint8),
         ("scales", scales, (rows,) if scales.dim() == 1 else (rows, groups), torch.float32),
-        ("t", t, (_shares(m, groups), ops.rank_of_t(t.shape[1], up, first_rank), rows), torch.float32),
+        ("t", t, (_shares(m, groups, scales.dim() == 1), ops.rank_of_t(t.shape[1], up, first_rank), rows), torch.float32),
     )
 
 

@@ -352,3 +352,11 @@ def test_a_width_is_cut_into_equal_parts_of_whole_tiles():
     for rank in range(layout.RANK_TILE, 1025, layout.RANK_TILE):
         parts = ops.rank_parts(rank)
         assert rank % parts == 0 and rank // parts % layout.RANK_TILE == 0 and rank // parts <= 128
+
+
+def test_hoppers_quantizer_gives_each_warp_a_group_as_far_as_two_blocks_a_multiprocessor_go():
+    """Sizes at which fewer and more were timed on an H200; blocks of values wait for each other."""
+    found = {(m, groups): (hopper._shares(m, groups, False), hopper._shares(m, groups, True))
+             for m, groups in ((1, 2), (64, 64), (256, 64), (700, 16), (700, 32), (700, 48), (4096, 48))}  # fmt: skip
+    assert found == {(1, 2): (1, 1), (64, 64): (8, 8), (256, 64): (8, 8), (700, 16): (2, 2), (700, 32): (4, 4),
+                     (700, 48): (6, 4), (4096, 48): (2, 2)}  # fmt: skip

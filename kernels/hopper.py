@@ -207,6 +207,7 @@ def _check_gemm(
 ) -> None:
     operator = "w4_gemm_lora_e4m3"
     rows, groups = _rows(m), wscales.shape[0] if wscales.dim() == 2 else 0
+    shares = _shares(m, groups, scales.dim() == 1)
     ops.check_weights(operator, codes, t, qweight, wscales, up, bias, m, n, first_rank)
     if groups % 2 or m >= MOST_ROWS:
         raise ValueError(f"{operator}: found {groups} groups, m {m}; wanted an even number, m below {MOST_ROWS}")
@@ -215,7 +216,7 @@ def _check_gemm(
         codes,
         ("codes", codes, (rows, groups * layout.TILE_K), torch.uint8),
         ("scales", scales, (rows,) if scales.dim() == 1 else (rows, groups), torch.float32),
-        ("t", t, (_shares(m, groups, scales.dim() == 1), ops.rank_of_t(t.shape[1], up, first_rank), rows), torch.float32),
+        ("t", t, (shares, ops.rank_of_t(t.shape[1], up, first_rank), rows), torch.float32),
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from svdq.errors import SvdqError
 from svdq.kernels.layout import MMA
+from svdq.kernels.tiles import HopperTile, MediumTile, WeightOnlyTile, hopper_tile, medium_tile, weight_only_tile
 
 SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")  # what the tests compile for
@@ -76,7 +77,6 @@ HOPPER = "sm_90a"
 FP4_CORES = "sm_120a"  # its tensor cores take 4-bit floating-point operands with their scales; elsewhere 16-bit ones do
 FP4_RANKS = (0, 16)  # of t at a time
 NF4_SIZES = ((1, 1), (1, 2), (2, 2), (4, 2))  # tiles of four rows of x, strips of sixteen rows of the weight
-HOPPER_SHARED_BYTES = 226 * 1024  # that a block may ask for; 1 KB is for what the kernel declares
 
 
 def quantize_kernel(scalar: str, rank: int, halves: int, store: int = 0) -> Kernel:
@@ -91,31 +91,16 @@ def small_m_kernel(out: str, halves: int) -> Kernel:
     return Kernel("w4a4_small_m", (("OUT", out), ("HALVES", halves)))
 
 
+def medium_m_kernel(out: str, tile: MediumTile) -> Kernel:
+    sizes = {
+        "PANELS": tile.panels, "CLUSTER": tile.cluster, "WARPS": tile.warps,
+        "STAGES": tile.stages, "RING_BYTES": tile.ring_bytes,
+    }  # fmt: skip
+    return Kernel("w4a4_medium_m", (("OUT", out), *sizes.items()))
+
+
 def expand_kernel() -> Kernel:
     return Kernel("expand_codes")
-
-
-@dataclass(frozen=True)
-class HopperTile:
-    """How w4_wgmma_lora works: tokens of a tile, tokens and blocks of 64 columns of a warpgroup, pipeline stages."""
-
-    tokens: int
-    block: int
-    blocks: int
-    stages: int
-    token_scale: bool
-    threads: int
-    shared_bytes: int
-
-
-def hopper_tile(wide: bool, token_scale: bool, out_bytes: int) -> HopperTile:
-    """One scale a token or a group; what registers and shared memory hold. Sizes are the fastest ones on an H200."""
-    tokens, block, blocks = (64, 32, 1) if not wide else (192, 96, 1) if token_scale else (192, 64, 2)
-    warpgroups = tokens // block * (2 // blocks)  # that compute
-    stage = tokens * 128 + 128 * 128 + 512 + (0 if token_scale else tokens * 8)
-    rows = warpgroups * block * (64 * out_bytes + 16)  # of y on their way out
-    stages = min(5, (HOPPER_SHARED_BYTES - rows) // stage)
-    return HopperTile(tokens, block, blocks, stages, token_scale, 128 * (warpgroups + 1), stages * stage + rows)
 
 
 def wgmma_kernel(out: str, tile: HopperTile) -> Kernel:
@@ -133,38 +118,6 @@ def walk_kernel() -> Kernel:
 
 def rope_kernel(scalar: str, head_dim: int) -> Kernel:
     return Kernel("qknorm_rope", (("SCALAR", scalar), ("HEAD_DIM", head_dim)))
-
-
-_STAGED_GROUPS = 128  # SCALED_GROUPS of weight_only.cu, which checks that its shared memory is enough
-
-
-@dataclass(frozen=True)
-class WeightOnlyTile:
-    """How weight_only works: bits of a code, rows of the weight and tokens of a block, its warps, stages on their way.
-
-    turned  whether the lanes of a row share words, for groups below 128 and for many tokens
-    """
-
-    bits: int
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-    turned: bool
-
-    @property
-    def shared_bytes(self) -> int:
-        ring = self.stages * self.rows * self.warps * 64
-        scales = self.rows * (_STAGED_GROUPS + 1) * 4 if self.bits == 4 else 0
-        sums = self.warps * self.tokens * (self.rows + 4) * 4
-        return max(ring + scales, sums)
-
-
-def weight_only_tile(bits: int, m: int, group: int) -> WeightOnlyTile:
-    """For m tokens; of 8 bits the group does not matter. Sizes are those that were fastest on an H200."""
-    if m > 8:
-        return WeightOnlyTile(bits, 32, 32, 8 if bits == 4 else 16, 2, bits == 4)
-    return WeightOnlyTile(4, 32, 8, 8, 3, group < 128) if bits == 4 else WeightOnlyTile(8, 16, 8, 16, 2, False)
 
 
 def weight_only_kernel(scalar: str, tile: WeightOnlyTile) -> Kernel:
@@ -199,6 +152,7 @@ def all_kernels(arch: str) -> list[Kernel]:
         *(quantize_kernel(scalar, rank, halves) for scalar in SCALARS for rank in RANKS for halves in (1, 2)),
         *(gemm_kernel(out) for out in outs),
         *(small_m_kernel(out, halves) for out in outs for halves in (1, 2)),
+        *(medium_m_kernel(out, medium_tile(m, 2 if arch == HOPPER else 1)) for out in outs for m in (32, 48, 64)),
         *(inv_rms_kernel(scalar) for scalar in SCALARS),
         walk_kernel(),
         *(rope_kernel(scalar, size) for scalar in SCALARS for size in HEAD_DIMS),

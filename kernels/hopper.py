@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import layout, ops, reference
+from svdq.kernels import layout, ops, reference, tiles
 from svdq.kernels.compile import KernelError
 from svdq.kernels.launch import launch
 
@@ -162,12 +162,12 @@ def w4_gemm_lora_e4m3(
         early=True,
     )
     processors = _processors(codes.device.index)
-    tile = kernels.hopper_tile(_wide_tiles(m, n, processors), token_scale, y.element_size())
-    tiles = -(-m // tile.tokens) * -(-n // layout.TILE_N)
+    tile = tiles.hopper_tile(_wide_tiles(m, n, processors), token_scale, y.element_size())
+    blocks = -(-m // tile.tokens) * -(-n // layout.TILE_N)
     launch(
         kernels.wgmma_kernel(ops.OUT[dtype], tile),
         codes.device,
-        (min(tiles, processors),),
+        (min(blocks, processors),),
         tile.threads,
         [
             codes, scales, t, t.shape[0], codes.shape[0], expanded, padded_n, wscales, up, bias, y, m, n, groups, rank,

@@ -16,18 +16,20 @@ may also be float32: the kernels' sums before their last rounding, which is what
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import layout, reference
+from svdq.kernels import layout, reference, tiles
 from svdq.kernels.launch import launch
 
 SCALAR = {torch.float16: "f16", torch.bfloat16: "bf16"}
 OUT = {**SCALAR, torch.float32: "f32"}
-FEW_TOKENS = 16  # up to here the weights stream once, through w4a4_small_m
+FEW_TOKENS = 64  # up to here the weights stream once,
+SMALL_M = 16  # through w4a4_small_m up to here, and else through w4a4_medium_m
 
 _library = torch.library.Library("svdq", "DEF")
 
@@ -44,8 +46,8 @@ def register(schema: str, cuda: Callable, cpu: Callable, fake: Callable) -> None
 def shares(m: int, groups: int) -> int:
     """Over how many blocks the quantizer spreads one panel's groups: the GEMM adds as many sums of t.
 
-    Few tokens are one panel: a block for every 4 groups, two warps for each. Many tokens fill the GPU by themselves,
-    and the GEMM would read t once more for every share.
+    Of few tokens a block for every 4 groups, two warps for each. Many tokens fill the GPU by themselves, and the GEMM
+    would read t once more for every share.
     """
     return -(-groups // 4) if m <= FEW_TOKENS else min(2, -(-groups // 8))
 
@@ -212,10 +214,28 @@ def w4a4_gemm_lora(
     if m > FEW_TOKENS:
         blocks = -(-m // layout.TILE_N) * -(-n // layout.TILE_N)
         launch(kernels.gemm_kernel(OUT[dtype]), codes.device, (blocks,), 256, arguments)
+    elif m > SMALL_M:
+        tile = tiles.medium_tile(m, cluster_blocks(codes.device))
+        launch(
+            kernels.medium_m_kernel(OUT[dtype], tile),
+            codes.device,
+            (-(-n // (32 * tile.cluster)) * tile.cluster,),
+            tile.threads,
+            arguments,
+            early=True,
+            shared_bytes=tile.shared_bytes,
+            cluster=(tile.cluster,) if tile.cluster > 1 else (),
+        )
     else:
         kernel = kernels.small_m_kernel(OUT[dtype], 1 if m <= 8 else 2)
         launch(kernel, codes.device, (-(-n // 32),), 512, arguments, early=True)
     return y
+
+
+@cache
+def cluster_blocks(device: torch.device) -> int:
+    """Over how many blocks, that see each other's sums, w4a4_medium_m spreads the groups: Hopper's have the room."""
+    return 2 if torch.cuda.get_device_capability(device) == (9, 0) else 1
 
 
 def check_weights(

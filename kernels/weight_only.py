@@ -27,7 +27,7 @@ from torch import Tensor
 
 from svdq.grid import unpack_nibbles
 from svdq.kernels import compile as kernels
-from svdq.kernels import layout
+from svdq.kernels import layout, tiles
 from svdq.kernels.launch import launch
 from svdq.kernels.ops import SCALAR, aligned_rows, check_tensors, register
 
@@ -140,7 +140,7 @@ def _of_few_rows(
     if low_rank is not None:
         t, up, rank = _projected(x, low_rank.down), low_rank.up, low_rank.up.shape[1]
     y = x.new_empty((m, n), dtype=dtype)
-    tile = kernels.weight_only_tile(weight.bits, m, weight.group)
+    tile = tiles.weight_only_tile(weight.bits, m, weight.group)
     launch(
         kernels.weight_only_kernel(SCALAR[x.dtype], tile),
         x.device,

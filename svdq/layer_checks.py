@@ -24,7 +24,7 @@ from svdq.formats import FORMATS, Decoded
 from svdq.grid import INT4_ACTIVATION
 from svdq.kernels import layout
 from svdq.kernels.launch import require
-from svdq.kernels.ops import FEW_TOKENS
+from svdq.kernels.ops import FEW_TOKENS, SMALL_M
 from svdq.kernels.reference import w4a4_linear
 from svdq.linear import W4A4Linear, linear_of
 from svdq.models import Model, compute_dtype
@@ -158,8 +158,8 @@ class KernelLinear:
 def kernel_errors(kernels: KernelLinear, x: Tensor) -> dict[str, Any]:
     """The kernel error on x (tokens, k) and how many activation codes and scales are not the CPU's: see the module.
 
-    All tokens are run at once, then the first FEW_TOKENS of them, which is another kernel; the larger error counts.
-    Fewer tokens than it takes to reach both are repeated.
+    All tokens are run at once, then the first FEW_TOKENS and the first SMALL_M of them, which are other kernels; the
+    largest error counts. Fewer tokens than it takes to reach all are repeated.
     """
     layer, packed = kernels.layer, kernels.packed
     if isinstance(packed, StoredLinear):
@@ -170,7 +170,7 @@ def kernel_errors(kernels: KernelLinear, x: Tensor) -> dict[str, Any]:
     codes, scales = layer.transform.to(_CPU).quantize(half.to(_CPU))
     exact = _dequantized(layer, half, codes, scales)
     errors, differ = [], 0
-    for m in (len(half), FEW_TOKENS):
+    for m in (len(half), FEW_TOKENS, SMALL_M):
         y, found_codes, found_scales = _run(packed, half[:m])
         errors.append(ratio(y.double() - exact[:m], exact[:m]))
         differ += _differing(found_codes, codes[:m]) + _differing(found_scales, scales[:m])

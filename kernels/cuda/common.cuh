@@ -117,9 +117,10 @@ __device__ __forceinline__ void mma_integer(u32 (&d)[4], const u32 (&a)[4], cons
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 
-// p = a · b over one group of 64, exact. The integer accumulator starts at the bits of INTEGER_ZERO: read as a float
-// it is then INTEGER_ZERO + p (|p| ≤ 3584 stays inside the mantissa), so a subtraction converts the integer.
-__device__ __forceinline__ void group_product(float (&p)[4], const Codes<4>& a, const Codes<2>& b) {
+// p = INTEGER_ZERO + a · b over one group of 64, exact: the integer accumulator starts at the bits of INTEGER_ZERO, and
+// |a · b| ≤ 3584 stays inside the mantissa. A float16 scale times it, less the scale times INTEGER_ZERO, in one fused
+// operation, is exact as well: 12 bits times 11.
+__device__ __forceinline__ void shifted_product(float (&p)[4], const Codes<4>& a, const Codes<2>& b) {
     const u32 zero = __float_as_uint(INTEGER_ZERO);
     u32 sum[4];
 #if __CUDA_ARCH__ >= 900
@@ -129,7 +130,21 @@ __device__ __forceinline__ void group_product(float (&p)[4], const Codes<4>& a, 
     mma_integer(sum, a.word, b.word, zero, zero, zero, zero);
 #endif
 #pragma unroll
-    for (int i = 0; i < 4; i++) p[i] = __uint_as_float(sum[i]) - INTEGER_ZERO;
+    for (int i = 0; i < 4; i++) p[i] = __uint_as_float(sum[i]);
+}
+__device__ __forceinline__ void group_product(float (&p)[4], const Codes<4>& a, const Codes<2>& b) {
+    shifted_product(p, a, b);
+#pragma unroll
+    for (int i = 0; i < 4; i++) p[i] -= INTEGER_ZERO;
+}
+
+// sums += t · proj_upᵀ of 8 columns of t and 8 rows. Slot c of the product is column 2c, slot c+4 is column 2c + 1; t goes
+// in two tf32 parts, 22 bits of it, and proj_up is exact in tf32.
+__device__ __forceinline__ void add_low_rank(float (&sums)[4], float2 t, u32 up_first, u32 up_second) {
+    const float2 first = widen(f16(), up_first), second = widen(f16(), up_second);
+    const float2 high = make_float2(tf32_part(t.x), tf32_part(t.y));
+    mma_tf32(sums, first.x, second.x, first.y, second.y, t.x - high.x, t.y - high.y);
+    mma_tf32(sums, first.x, second.x, first.y, second.y, high.x, high.y);
 }
 
 // ---------------------------------------------------------------------------------------------- memory

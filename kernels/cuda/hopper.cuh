@@ -1,38 +1,7 @@
-// Hopper's asynchronous machinery: barriers that count bytes, bulk copies, matrix products of a whole warpgroup.
+// Hopper's alone: registers that warps pass on, matrix products of a whole warpgroup.
 //
-// Source: PTX ISA, sections mbarrier, cp.async.bulk and wgmma. sm_90a only.
-#include "common.cuh"
-
-typedef unsigned long long u64;
-
-// ---------------------------------------------------------------------------------------------- barriers, copies
-
-__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-// After the inits, before the barriers' first use by others.
-__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Arrive, and have the phase wait for so many bytes of bulk copies too.
-__device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-    asm volatile(
-        "{.reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra end;\n bra again;\n end: }" ::"r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-}
-
-// bytes: a multiple of 16; both addresses 16-byte aligned. It arrives by its bytes.
-__device__ __forceinline__ void bulk_copy(u32 to, const void* from, int bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
+// Source: PTX ISA, section wgmma. sm_90a only.
+#include "bulk.cuh"
 
 // Registers of a warpgroup that only copies, and of one that computes: the sum over a block must fit.
 template <int COUNT>

@@ -24,7 +24,9 @@
 // later, the Hadamard stages 1, 2, 4, 32 stay in registers and 8, 16 are two shuffles, and the same registers are operand
 // a of x · proj_down.
 #include "common.cuh"
-#if STORE == 3
+#if STORE == 2
+#include "bulk.cuh"
+#elif STORE == 3
 #include "e2m1.cuh"
 #endif
 
@@ -40,20 +42,6 @@ struct Input {
     long long row_stride;
     int m, k;
 };
-
-#if STORE == 2
-// All threads of the cluster: what was written to shared memory before the arrival is seen after the wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// The same variable of another block of the cluster.
-__device__ __forceinline__ float load_of_block(const float* p, u32 block) {
-    u32 address;
-    float value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(block));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
-}
-#endif
 
 // A lane's operands of one group that are older than the kernel before: read where they are used, or read ahead of the wait.
 struct Lent {

@@ -56,15 +56,6 @@ __device__ __forceinline__ void add_group(float (&sums)[STRIPS][HALVES][4], cons
     }
 }
 
-// sums += t · proj_upᵀ of 8 columns of t and 8 rows. Slot c of the product is column 2c, slot c+4 is column 2c + 1; t goes
-// in two tf32 parts, 22 bits of it, and proj_up is exact in tf32.
-__device__ __forceinline__ void add_low_rank(float (&sums)[4], float2 t, u32 up_first, u32 up_second) {
-    const float2 first = widen(f16(), up_first), second = widen(f16(), up_second);
-    const float2 high = make_float2(tf32_part(t.x), tf32_part(t.y));
-    mma_tf32(sums, first.x, second.x, first.y, second.y, t.x - high.x, t.y - high.y);
-    mma_tf32(sums, first.x, second.x, first.y, second.y, high.x, high.y);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     w4a4_small_m(const uint2* codes, const float* scales, const float* t, int shares, const uint4* __restrict__ qweight,
                  const u16* __restrict__ wscales, const u32* __restrict__ up, const float* __restrict__ bias, OUT* y, int m,

@@ -2,7 +2,10 @@
 // common.cuh that is an instruction, the same in C++ after the PTX manual. Tensor-core products gather the fragments of the
 // warp's 32 threads, so a wrong fragment order gives wrong numbers here too.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
+#include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -42,17 +45,25 @@ inline float2 make_float2(float a, float b) { return {a, b}; }
 inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
 static thread_local Index threadIdx, blockIdx;
+static thread_local int block_of_cluster;
 static Index gridDim;
 
 struct Lanes {  // of one warp: where its threads meet, and what they show each other
     std::unique_ptr<std::barrier<>> barrier;
     uint32_t word[32][8];
 };
-static std::vector<Lanes> warps_of_block;
-static std::unique_ptr<std::barrier<>> block_barrier;
+struct Block {  // of the cluster that runs
+    std::vector<Lanes> warps;
+    std::unique_ptr<std::barrier<>> barrier;
+    unsigned char* memory;  // what the launch asks for
+};
+static std::vector<Block> blocks;
+static std::atomic<int> cluster_arrivals;  // of all threads, in all phases
+static thread_local int cluster_wanted;    // arrivals, in the end of the phase that this thread has arrived in
 
-inline Lanes& lanes() { return warps_of_block[threadIdx.x / 32]; }
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline Block& own_block() { return blocks[block_of_cluster]; }
+inline Lanes& lanes() { return own_block().warps[threadIdx.x / 32]; }
+inline void __syncthreads() { own_block().barrier->arrive_and_wait(); }
 inline void __syncwarp() { lanes().barrier->arrive_and_wait(); }
 
 inline uint32_t __float_as_uint(float f) {
@@ -231,23 +242,82 @@ inline void host_mma_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
     __syncwarp();
 }
 
-// One launch: every block of the grid, its threads as threads.
+// ---- functions of bulk.cuh
+
+// Who waits sees what was done before the arrivals, and nobody else does: no mutex, which would put the waiting in order too.
+template <typename Ready>
+inline void host_wait(Ready ready) {
+    while (!ready()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
+inline void host_cluster_arrive(int threads) {
+    cluster_wanted = (cluster_arrivals.fetch_add(1, std::memory_order_release) / threads + 1) * threads;
+}
+inline void host_cluster_wait() {
+    host_wait([] { return cluster_arrivals.load(std::memory_order_acquire) >= cluster_wanted; });
+}
+
+// A barrier that counts arrivals and bytes, in the place of CUDA's.
+struct HostBarrier {
+    int8_t phase, all, left, none;
+    int32_t bytes;  // that copies still owe
+};
+inline void host_barrier_init(unsigned long long& place, int arrivals) {
+    place = std::bit_cast<unsigned long long>(HostBarrier{0, static_cast<int8_t>(arrivals), static_cast<int8_t>(arrivals), 0, 0});
+}
+inline void host_barrier_change(unsigned long long& place, int arrivals, int bytes) {
+    std::atomic_ref<unsigned long long> state(place);
+    unsigned long long before = state.load(std::memory_order_relaxed), after;
+    do {
+        HostBarrier barrier = std::bit_cast<HostBarrier>(before);
+        barrier.left -= arrivals;
+        barrier.bytes += bytes;
+        if (!barrier.left && !barrier.bytes) {
+            barrier.phase ^= 1;
+            barrier.left = barrier.all;
+        }
+        after = std::bit_cast<unsigned long long>(barrier);
+    } while (!state.compare_exchange_weak(before, after, std::memory_order_release, std::memory_order_relaxed));
+}
+inline void host_barrier_wait(unsigned long long& place, uint32_t parity) {
+    std::atomic_ref<unsigned long long> state(place);
+    host_wait([&] { return std::bit_cast<HostBarrier>(state.load(std::memory_order_acquire)).phase != static_cast<int>(parity); });
+}
+inline void host_bulk_copy(void* to, const void* from, int bytes, unsigned long long& barrier) {
+    // by words: the sanitizer does not look into memcpy
+    for (int i = 0; i < bytes / 4; i++) static_cast<uint32_t*>(to)[i] = static_cast<const uint32_t*>(from)[i];
+    host_barrier_change(barrier, 0, -bytes);
+}
+template <typename T>
+inline T* host_of_block(T* p, int block) {
+    return reinterpret_cast<T*>(blocks[block].memory + (reinterpret_cast<unsigned char*>(p) - own_block().memory));
+}
+
+// One launch: every cluster of the grid, which lies along x, its threads as threads.
 template <typename Kernel>
-void launch_on_host(Index grid, int threads, Kernel kernel) {
+void launch_on_host(Index grid, int threads, int cluster, Kernel kernel) {
+    alignas(16) static unsigned char memory[2][232448];
     gridDim = grid;
-    warps_of_block.clear();
-    warps_of_block.resize(threads / 32);
-    for (Lanes& warp : warps_of_block) warp.barrier = std::make_unique<std::barrier<>>(32);
-    block_barrier = std::make_unique<std::barrier<>>(threads);
-    std::barrier block_done(threads);
+    blocks.clear();
+    blocks.resize(cluster);
+    for (int i = 0; i < cluster; i++) {
+        blocks[i].memory = memory[i];
+        blocks[i].warps.resize(threads / 32);
+        for (Lanes& warp : blocks[i].warps) warp.barrier = std::make_unique<std::barrier<>>(32);
+        blocks[i].barrier = std::make_unique<std::barrier<>>(threads);
+    }
+    cluster_arrivals = 0;
+    std::barrier cluster_done(threads * cluster);
     std::vector<std::thread> running;
-    for (int thread = 0; thread < threads; thread++)
+    for (int thread = 0; thread < threads * cluster; thread++)
         running.emplace_back([&, thread] {
-            for (int block = 0; block < grid.x * grid.y * grid.z; block++) {
-                threadIdx = {thread, 0, 0};
+            block_of_cluster = thread / threads;
+            for (int first = 0; first < grid.x * grid.y * grid.z; first += cluster) {
+                const int block = first + block_of_cluster;
+                threadIdx = {thread % threads, 0, 0};
                 blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
                 kernel();
-                block_done.arrive_and_wait();
+                cluster_done.arrive_and_wait();
             }
         });
     for (std::thread& thread : running) thread.join();

@@ -1,7 +1,7 @@
 """Run a kernel's own text on the CPU: emulate.hpp gives CUDA's words and, for each instruction, the same in C++.
 
-Of a cluster of blocks one block is all. Hopper's product is not run: of hopper.cuh, which is instructions alone,
-nothing is left.
+The blocks of a cluster run at once if what they share is memory that the launch asks for, else one block is all.
+Hopper's product is not run: of hopper.cuh, which is instructions alone, nothing is left.
 
 What this shows without a GPU: fragment and memory orders, edges, barriers that all threads reach, and arithmetic, but
 for the order of sums inside one tensor-core product; under ThreadSanitizer also a barrier that is missing (races.py).
@@ -52,9 +52,18 @@ INSTRUCTIONS = {
 
 # Of single kernels: functions, and statements.
 INSTRUCTIONS_OF_SOME = {
-    "void cluster_arrive()": "",
-    "void cluster_wait()": "__syncthreads();",
+    "void barrier_init(u64* barrier, int arrivals)": "host_barrier_init(*barrier, arrivals);",
+    "void barrier_init_done()": "",
+    "void barrier_arrive(u64* barrier)": "host_barrier_change(*barrier, 1, 0);",
+    "void barrier_expect(u64* barrier, int bytes)": "host_barrier_change(*barrier, 1, bytes);",
+    "void barrier_wait(u64* barrier, u32 parity)": "host_barrier_wait(*barrier, parity);",
+    "void bulk_copy(u32 to, const void* from, int bytes, u64* barrier)": "",
+    "void bulk_copy(void* to, const void* from, int bytes, u64* barrier)": "host_bulk_copy(to, from, bytes, *barrier);",
+    "void cluster_arrive()": "host_cluster_arrive(blocks.size() * blocks[0].warps.size() * 32);",
+    "void cluster_wait()": "host_cluster_wait();",
+    "u32 address_in_block(const void* p, u32 block)": "return 0;",
     "float load_of_block(const float* p, u32 block)": "return *p;",
+    "void store_to_block(float2* p, u32 block, float2 value)": "*host_of_block(p, block) = value;",
     "u32 fma_pair(f16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_half, half_of_float, a, b, c);",
     "u32 fma_pair(bf16, u32 a, u32 b, u32 c)": "return host_fma_pair(float_of_bfloat, bfloat_of_float, a, b, c);",
     "u32 look_up(const unsigned char* table, u32 at)": "return *reinterpret_cast<const u32*>(table + at);",
@@ -85,15 +94,15 @@ def host_text(kernel: Kernel) -> str:
         end = line if text[line - 1] == "}" else text.index("\n}", start) + 2
         text = f"{text[:start]}inline {signature} {{ {body} }}{text[end:]}"
     text = text.replace(
-        "extern __shared__ __align__(16) unsigned char shared[];", "alignas(16) static unsigned char shared[232448];"
+        "extern __shared__ __align__(16) unsigned char shared[];", "unsigned char* const shared = own_block().memory;"
     )
     text = text.replace("__shared__ __align__(16)", "alignas(16) static")
     assert "asm" not in text, "an instruction without a body in emulate.py"
     name, parameters = re.search(r'extern "C" __global__ void [^;{]*?(\w+)\(([^()]*)\) \{', text).groups()
     names = ", ".join(re.search(r"(\w+)$", part.strip())[1] for part in parameters.split(","))
     run = (
-        f'extern "C" void run(int grid_x_, int grid_y_, int grid_z_, int threads_, {parameters}) {{\n'
-        f"  launch_on_host({{grid_x_, grid_y_, grid_z_}}, threads_, [&] {{ {name}({names}); }});\n}}\n"
+        f'extern "C" void run(int grid_x_, int grid_y_, int grid_z_, int threads_, int cluster_, {parameters}) {{\n'
+        f"  launch_on_host({{grid_x_, grid_y_, grid_z_}}, threads_, cluster_, [&] {{ {name}({names}); }});\n}}\n"
     )
     return f'#include "{HEADER}"\n{text}\n{run}'
 
@@ -106,11 +115,13 @@ class Emulator:
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
     def launch(self, kernel, device, grid, threads, arguments, *, early=False, shared_bytes=0, cluster=()):
-        assert all(blocks == 1 for blocks in cluster)
+        assert not any(blocks > 1 for blocks in cluster[1:])
         if kernel not in self.libraries:
             self.libraries[kernel] = self._build(kernel)
         sizes = [*grid, 1, 1][:3]
-        self.libraries[kernel].run(*map(ctypes.c_int, [*sizes, threads]), *map(_argument, arguments))
+        self.libraries[kernel].run(
+            *map(ctypes.c_int, [*sizes, threads, (cluster or (1,))[0]]), *map(_argument, arguments)
+        )
 
     def _build(self, kernel: Kernel) -> ctypes.CDLL:
         stem = self.folder / f"{self.architecture}_{len(self.libraries)}"

@@ -20,9 +20,10 @@ from svdq.rounding import ActivationTransform
 
 SHAPES = {  # (m, n, k, rank) that reach every barrier of a source
     "quantize_lora_down.cu": (17, 24, 192, 64),
-    "w4a4_gemm_lora.cu": (20, 40, 320, 16),
+    "w4a4_gemm_lora.cu": (70, 40, 320, 16),
     "w4a4_small_m.cu": (16, 16, 576, 64),
     "nf4_few_rows.cu": (4, 20, 2112, 0),
+    "w4a4_medium_m.cu": (20, 16, 4160, 16),
 }
 
 
@@ -46,6 +47,7 @@ def main(folder, *left_out):
         Path(folder), 900, ("-fsanitize=thread", "-g")
     ).launch
     hopper.require, hopper._shares = lambda device: None, lambda *sizes: 1
+    ops.cluster_blocks = lambda device: 2
     generator = torch.Generator().manual_seed(0)
 
     def uniform(*shape):

@@ -128,7 +128,7 @@ def launches():
         maps, blocks = (empty(16), empty(3), empty(256)), 100 * 384 // 64
         of_nf4 = empty(blocks * 32, 1, dtype=torch.uint8), empty(blocks, dtype=torch.uint8), *maps, 0.1, 100
         for dtype in ops.SCALAR:
-            for m, k in ((1, 128), (16, 8192), (17, 8192), (4096, 8192)):
+            for m, k in ((1, 128), (16, 8192), (64, 8192), (65, 8192), (4096, 8192)):
                 x = empty(m, k, dtype=dtype)
                 ops.inv_rms(x, 1e-6)
                 for rank in kernels.RANKS:
@@ -151,12 +151,14 @@ def launches():
                 ops.qknorm_rope(q, k, norm, norm, table, table, 1e-6)
         for dtype in ops.OUT:
             nf4.nf4_dequantize(*of_nf4, 384, dtype)
-            for m in (1, 16, 17):
+            for m in (1, 16, 17, 48, 64, 65):
                 for n in (128, 4096, 16384):
                     for rank in (*kernels.RANKS, 384, 512, 640):  # and of linears fused into one
                         rows = -(-m // 16) * 16
-                        codes, scales = empty(rows, 128, dtype=torch.int8), empty(rows, 4)
-                        ops.w4a4_gemm_lora(codes, scales, empty(2, rows, rank), *weight(n, 256, rank), m, n, dtype)
+                        operands = empty(rows, 128, dtype=torch.int8), empty(rows, 4), empty(2, rows, rank)
+                        for cluster in (1, 2):
+                            patch.setattr(ops, "cluster_blocks", lambda device, cluster=cluster: cluster)
+                            ops.w4a4_gemm_lora(*operands, *weight(n, 256, rank), m, n, dtype)
             for m in (1, 17, 1024, 1025, 5000):
                 for rank in (0, 16, 640):
                     for values in (False, True):
@@ -193,8 +195,11 @@ def test_the_listed_kernels_are_those_that_the_operators_launch(launches, arch):
     elsewhere = {kernel for kernel, found in launches.items() if {one.module for one in found} != {hopper.__name__}}
     wanted = set(launches) if arch == HOPPER else elsewhere
     others = {"fp4_expand", "fp4_finish"} if arch == FP4_CORES else {"fp4_gemm_lora"}
+    clusters = ("CLUSTER", 1 if arch == HOPPER else 2)
     listed = all_kernels(arch)
-    assert set(listed) == {kernel for kernel in wanted if kernel.name not in others}
+    assert set(listed) == {
+        kernel for kernel in wanted if kernel.name not in others and clusters not in kernel.constants
+    }
     assert len(set(listed)) == len(listed)
 
 
@@ -202,7 +207,7 @@ def test_hopper_has_kernels_that_no_other_operator_launches(launches):
     modules = {one.module for found in launches.values() for one in found}
     assert modules == {one.__name__ for one in (ops, hopper, nf4, nvfp4, quantizer, weight_only)}
     names = {kernel.name for kernel in set(all_kernels(HOPPER)) - set(all_kernels("sm_100a"))}
-    assert names == {"quantize_lora_down", "expand_codes", "w4_wgmma_lora"}
+    assert names == {"quantize_lora_down", "expand_codes", "w4_wgmma_lora", "w4a4_medium_m"}
 
 
 def test_no_kernel_spills_registers(compiled):
@@ -247,12 +252,14 @@ def test_a_block_that_asks_for_shared_memory_fits_its_gpus(compiled, launches):
     asking = {kernel: {one.shared_bytes for one in found} for kernel, found in launches.items()}
     assert {kernel.name for kernel, asked in asking.items() if asked != {0}} == {
         "w4_wgmma_lora",
+        "w4a4_medium_m",
         "weight_only",
         "nf4_few_rows",
     }
     for (kernel, arch), result in compiled.items():
         (asked,) = asking[kernel]
-        most = 101376 if kernel.name in ("weight_only", "nf4_few_rows") else 232448 if arch == HOPPER else 0
+        everywhere = kernel.name in ("weight_only", "nf4_few_rows") or ("CLUSTER", 1) in kernel.constants
+        most = 101376 if everywhere else 232448 if arch == HOPPER else 0
         assert not asked or asked + result.resources.shared_bytes <= most, kernel
 
 
@@ -263,12 +270,19 @@ def test_kernels_that_wait_for_a_cluster_are_those_launched_in_clusters(disassem
         blocks = [size // of for size, of in zip(launch.grid, launch.cluster, strict=True)]
         assert np.prod(launch.cluster) <= 8  # what every GPU with clusters has
         assert [n * of for n, of in zip(blocks, launch.cluster, strict=True)] == list(launch.grid)
-        assert launch.cluster == (1, launch.grid[1], 1)  # a panel's blocks, which one scale joins
+    for kernel in waiting:  # a panel's blocks, which one scale joins; or the constant's
+        for launch in launches[kernel]:
+            wanted = (2,) if kernel.name == "w4a4_medium_m" else (1, launch.grid[1], 1)
+            assert launch.cluster == wanted
 
 
 def test_two_blocks_of_the_gemm_share_a_multiprocessor(compiled, launches):
-    """Of sm_86 and sm_89 each has 100 KiB of shared memory, 1 KiB a block being the system's."""
+    """Of sm_86 and sm_89 each has 100 KiB of shared memory, of Hopper 228, 1 KiB a block being the system's."""
     for (kernel, arch), result in compiled.items():
+        if kernel.name == "w4a4_medium_m" and dict(kernel.constants)["BLOCKS"] == 2:
+            for launch in launches[kernel]:
+                assert 2 * launch.threads * result.resources.registers <= 65536, f"{kernel} for {arch}"
+                assert 2 * (launch.shared_bytes + 1024) <= 228 * 1024, f"{kernel} for {arch}"
         if kernel.name == "w4a4_gemm_lora":
             assert {launch.threads for launch in launches[kernel]} == {256}
             assert result.resources.registers <= 65536 // (2 * 256), f"{kernel} for {arch}"
@@ -287,7 +301,7 @@ def test_every_argument_has_the_size_of_its_parameter(disassembled, launches):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["w4a4_gemm_lora", "w4a4_small_m"])
+@pytest.mark.parametrize("name", ["w4a4_gemm_lora", "w4a4_small_m", "w4a4_medium_m"])
 def test_integer_products_run_on_the_tensor_cores_that_the_architecture_has(disassembled, name, arch):
     native = arch in ("sm_80", "sm_86", "sm_89")  # Hopper and Blackwell have 8-bit ones only
     wanted = {"IMMA.16864.S4.S4"} if native else {"IMMA.16832.S8.S8"}
@@ -390,6 +404,7 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
     """Before the wait it may read weights, as constants; activations are never constants."""
     activations = {  # by the width of a vector: codes and t (of row scales half may be left out); x, a row factor; x
         "w4a4_small_m": {"LDG.E.64"},
+        "w4a4_medium_m": {"LDG.E.64", "UBLKCP.S.G"},
         "fp4_small_m": {"LDG.E.64", "LDG.E"},
         "quantize_lora_down": {"LDG.E.128", "LDG.E"},
         "inv_rms": {"LDG.E.128"},
@@ -410,12 +425,15 @@ def test_an_early_kernel_waits_before_it_reads_or_writes_what_others_do(disassem
             for part in (code.instructions[:place], code.instructions[place:])
         )
         weights = {i for i in before if i.startswith("LDG.") and i.endswith(".CONSTANT")}
+        if kernel.name == "w4a4_medium_m":  # codes and scales, in bulk
+            assert before.count("UBLKCP.S.G") == 2
+            weights.add("UBLKCP.S.G")
         assert set(before) == weights, f"{kernel}: {set(before)}"
         if kernel.name != "expand_codes":  # the assembler may move its one read behind the wait
             constants = dict(kernel.constants)  # (of weight_only the copies of codes are not counted here)
             reads_scales = kernel.name == "weight_only" and constants["BITS"] == 4
             few = (
-                kernel.name in ("w4a4_small_m", "fp4_small_m", "nf4_dequantize", "nf4_few_rows")
+                kernel.name in ("w4a4_small_m", "w4a4_medium_m", "fp4_small_m", "nf4_dequantize", "nf4_few_rows")
                 or constants.get("HALVES") == 1
             )
             reads_weights = few or reads_scales

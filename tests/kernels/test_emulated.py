@@ -17,20 +17,21 @@ halves = pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
 
 @pytest.fixture(scope="session")
 def emulators(tmp_path_factory):
-    """sm_80 multiplies nibbles, sm_90 bytes; the other kernels are the same for both."""
-    return {arch: emulate.Emulator(tmp_path_factory.mktemp(f"sm_{arch}"), 10 * arch) for arch in (80, 90)}
+    """sm_80 multiplies nibbles, sm_90 bytes, in clusters of blocks, and sm_100 without them."""
+    return {arch: emulate.Emulator(tmp_path_factory.mktemp(f"sm_{arch}"), 10 * arch) for arch in (80, 90, 100)}
 
 
 @pytest.fixture(params=[90])
 def emulated(request, monkeypatch, emulators):
     """The operators' CUDA implementations, on CPU tensors, as for one architecture."""
     monkeypatch.setattr(hopper, "require", lambda device: None)
+    monkeypatch.setattr(ops, "cluster_blocks", lambda device: 2 if request.param == 90 else 1)
     for module in (ops, hopper):
         monkeypatch.setattr(module, "launch", emulators[request.param].launch)
     return emulators[request.param]
 
 
-both = pytest.mark.parametrize("emulated", [80, 90], indirect=True, ids=["sm_80", "sm_90"])
+each = pytest.mark.parametrize("emulated", [80, 90, 100], indirect=True, ids=["sm_80", "sm_90", "sm_100"])
 
 
 def normal(*shape, seed=0):
@@ -207,14 +208,15 @@ def test_expanded_weights_are_the_codes_in_units_of_2_to_the_minus_9(emulated):
     assert torch.equal(numbers.float() * 512, codes.float())
 
 
-@both
+@each
 @pytest.mark.usefixtures("emulated")
 class TestGemm:
     @pytest.mark.parametrize(
         ("m", "n", "k", "rank"),
         [
             *[(1, 96, 64, 16), (3, 40, 192, 0), (16, 100, 576, 32), (9, 24, 2112, 128), (2, 20, 4160, 16)],
-            *[(17, 130, 192, 16), (129, 96, 64, 0), (40, 264, 128, 48)],
+            *[(17, 130, 192, 16), (40, 264, 128, 48), (64, 24, 4160, 16), (25, 70, 4160, 0)],
+            *[(129, 96, 64, 0), (70, 264, 192, 48)],
         ],
     )
     def test_float32_outputs_are_float64s_but_for_rounding(self, m, n, k, rank):
@@ -224,7 +226,7 @@ class TestGemm:
         y = ops.w4a4_gemm_lora(*quantized(linear, x), *weight, m, n, F32)
         assert distance(y, float64_result(layer, x)) < 5e-7
 
-    @pytest.mark.parametrize("m", [4, 20])
+    @pytest.mark.parametrize("m", [4, 20, 68])
     def test_group_sums_are_exact(self, m):
         """Scales 1 for one group and 0 for the others: what comes out is that group's integer."""
         layer = random_layer(40, 320, 0, transform=False, bias=False)
@@ -246,7 +248,7 @@ class TestGemm:
             assert torch.equal(y.long(), codes[:m, part].long() @ layer.codes[:, part].long().t())
 
     @halves
-    @pytest.mark.parametrize("m", [6, 33])
+    @pytest.mark.parametrize("m", [6, 33, 65])
     def test_outputs_are_rounded_once(self, m, dtype):
         layer, x = random_layer(50, 192, 16), activation(m, 192, dtype)
         linear = W4A4Linear(layer)
@@ -255,7 +257,7 @@ class TestGemm:
         wide, y = (ops.w4a4_gemm_lora(*operands, *weight, m, 50, kind) for kind in (F32, dtype))
         assert torch.equal(y, wide.to(dtype))
 
-    @pytest.mark.parametrize("m", [5, 30])
+    @pytest.mark.parametrize("m", [5, 30, 66])
     def test_siblings_in_one_gemm_are_what_each_is_alone(self, m):
         parts = [random_layer(n, 192, 16, seed=seed) for n, seed in ((40, 1), (130, 2))]
         parts[1].transform = parts[0].transform
@@ -266,10 +268,11 @@ class TestGemm:
         for part, start in zip(parts, (0, 128), strict=True):
             assert distance(y[:, start : start + part.codes.shape[0]], float64_result(part, x)) < 5e-7
 
-    def test_the_bits_of_a_row_do_not_depend_on_its_place(self):
-        linear, x = W4A4Linear(random_layer(40, 576, 32)), activation(16, 576, F16)
+    @pytest.mark.parametrize("m", [16, 48])
+    def test_the_bits_of_a_row_do_not_depend_on_its_place(self, m):
+        linear, x = W4A4Linear(random_layer(40, 576, 32)), activation(m, 576, F16)
         weight = (linear.qweight, linear.wscales, linear.up, linear.packed_bias)
-        y, turned = (ops.w4a4_gemm_lora(*quantized(linear, a), *weight, 16, 40, F32) for a in (x, x.flip(0)))
+        y, turned = (ops.w4a4_gemm_lora(*quantized(linear, a), *weight, m, 40, F32) for a in (x, x.flip(0)))
         assert torch.equal(turned.flip(0), y)
 
 

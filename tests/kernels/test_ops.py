@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from svdq.kernels import compile as kernels
-from svdq.kernels import hopper, layout, ops
+from svdq.kernels import hopper, layout, ops, tiles
 
 HALF, F32 = torch.float16, torch.float32
 TYPES = pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, F32], ids=["f16", "bf16", "f32"])
@@ -98,6 +98,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "launch", lambda *arguments, **options: found.append(arguments))
     monkeypatch.setattr(hopper, "require", lambda device: None)
     monkeypatch.setattr(hopper, "_processors", lambda index: 132)
+    monkeypatch.setattr(ops, "cluster_blocks", lambda device: 2)
     return found
 
 
@@ -345,7 +346,7 @@ def test_siblings_as_one_linear_run_kernels_that_are_built_ahead_of_time(rank, s
 def test_hoppers_products_are_built_ahead_of_time(wide, token_scale):
     built = kernels.all_kernels(kernels.HOPPER)
     for dtype, out in ops.OUT.items():
-        assert kernels.wgmma_kernel(out, kernels.hopper_tile(wide, token_scale, dtype.itemsize)) in built
+        assert kernels.wgmma_kernel(out, tiles.hopper_tile(wide, token_scale, dtype.itemsize)) in built
 
 
 def test_a_width_is_cut_into_equal_parts_of_whole_tiles():

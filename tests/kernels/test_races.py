@@ -42,6 +42,8 @@ def test_no_kernel_has_a_race(tmp_path):
 
 @pytest.mark.parametrize(("file", "text"), [
     ("w4a4_small_m.cu", "__syncthreads();  // all partial sums are written"),
+    ("w4a4_medium_m.cu", "__syncthreads();  // the ring is read"),
+    ("w4a4_medium_m.cu", "__syncthreads();  // all sums are written"),
     ("w4a4_gemm_lora.cu", "__syncthreads();  // this group's stage has arrived"),
     ("nf4_few_rows.cu", "__syncthreads();          // table, map and zeros are there"),
     ("nf4_few_rows.cu", "__syncthreads();  // table and x are read"),
@@ -51,6 +53,18 @@ def test_no_kernel_has_a_race(tmp_path):
 ])  # fmt: skip
 def test_a_missing_barrier_would_be_found(tmp_path, file, text):
     assert races(tmp_path, file, text, "__syncthreads();") > 0
+
+
+@pytest.mark.parametrize(
+    "wait", ["barrier_wait(full + at, phase);", "barrier_wait(empty + before, at ? phase : phase ^ 1);"]
+)
+def test_a_missing_wait_for_a_stage_would_be_found(tmp_path, wait):
+    assert races(tmp_path, "w4a4_medium_m.cu", wait, wait) > 0
+
+
+def test_a_missing_wait_for_the_other_block_would_be_found(tmp_path):
+    text = "cluster_wait();  // each has the other's sums"
+    assert races(tmp_path, "w4a4_medium_m.cu", text, "cluster_wait();") > 0
 
 
 def test_a_missing_wait_for_the_cluster_would_be_found(tmp_path):

@@ -3,7 +3,7 @@
 python benchmarks/kernels.py [--profile M,K,N]     (kernels_gpu.sh runs it with all the rest that needs a GPU)
 
 Every time is the median over replays of a CUDA graph of many calls, each with weights of its own (together larger than
-the second-level cache), the candidates of a shape taken in turn. Up to 16 tokens x is one buffer: in the cache, as the
+the second-level cache), the candidates of a shape taken in turn. Up to 64 tokens x is one buffer: in the cache, as the
 output of the layer before would be; else x too is another in every call. "floor" is the larger of two times: the bytes
 of weights, x and y over the bandwidth, and 2·M·N·K over the rate of the 8-bit tensor cores; both are measured in this
 run, the rate with torch's 8-bit product. "linear" is all launches of W4A4Linear: quantize_lora_down, then the GEMM.

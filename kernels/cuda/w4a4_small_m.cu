@@ -29,7 +29,7 @@ __device__ __forceinline__ void add_group(float (&sums)[STRIPS][HALVES][4], cons
     const u32 selector = lane & 4 ? 0x7632 : 0x5410;  // which of two columns in each word of scales
     const float by_row[2][2] = {{x.row_scale.x, x.row_scale.z}, {x.row_scale.y, x.row_scale.w}};
     Codes<4> a[STRIPS];
-    float2 by_column[STRIPS];
+    float2 by_column[STRIPS], offset[STRIPS];
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++) {
         a[strip].set(0, w.words[strip].x);
@@ -37,6 +37,7 @@ __device__ __forceinline__ void add_group(float (&sums)[STRIPS][HALVES][4], cons
         a[strip].set(2, w.words[strip].y);
         a[strip].set(3, w.words[strip].w);
         by_column[strip] = widen(f16(), __byte_perm(w.scales[strip].x, w.scales[strip].y, selector));
+        offset[strip] = make_float2(-INTEGER_ZERO * by_column[strip].x, -INTEGER_ZERO * by_column[strip].y);
     }
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -46,11 +47,11 @@ __device__ __forceinline__ void add_group(float (&sums)[STRIPS][HALVES][4], cons
 #pragma unroll
         for (int strip = 0; strip < STRIPS; strip++) {
             float product[4];
-            group_product(product, a[strip], b);
+            shifted_product(product, a[strip], b);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float scale = by_row[half][j % 2] * (j < 2 ? by_column[strip].x : by_column[strip].y);
-                sums[strip][half][j] = fmaf(product[j], scale, sums[strip][half][j]);
+                const float of_column = j < 2 ? fmaf(product[j], by_column[strip].x, offset[strip].x) : fmaf(product[j], by_column[strip].y, offset[strip].y);
+                sums[strip][half][j] = fmaf(of_column, by_row[half][j % 2], sums[strip][half][j]);
             }
         }
     }

@@ -29,6 +29,8 @@ SIZES = [  # m, n, k, rank, transform
     (129, 96, 192, 16, "smooth rotation"),
     (200, 130, 576, 48, "smooth rotation clip"),
     (33, 97, 2048, 32, "rotation"),
+    (64, 4100, 4160, 16, "rotation"),
+    (65, 97, 2048, 32, "rotation"),
     (3, 96, 2048, 64, "smooth rotation"),
 ]
 SIZES += [  # few tokens, each with each

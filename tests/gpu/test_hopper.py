@@ -1,6 +1,6 @@
 """Hopper's operators against their reference and float64: W4A4 codes as e4m3 numbers, and W4A8.
 
-The forward of a W4A4 linear of more than 16 tokens takes them too on Hopper: test_linear.py.
+The forward of a W4A4 linear of more than 64 tokens takes them too on Hopper: test_linear.py.
 """
 
 from dataclasses import replace

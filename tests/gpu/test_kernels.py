@@ -118,7 +118,7 @@ def test_nan_and_infinity_become_the_documented_codes_and_scales(dtype, parts):
     assert scales[4, :3].isnan().all() and not codes[4].any()
 
 
-@pytest.mark.parametrize("m", [16, 40])
+@pytest.mark.parametrize("m", [16, 40, 70])
 @halves
 def test_rows_with_nan_leave_the_outputs_of_other_rows_alone(dtype, m):
     made = layer(130, 192, 16, parts="smooth rotation")
@@ -150,16 +150,20 @@ def test_a_fused_norm_quantizes_the_rounded_products(m, k, parts, dtype):
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(dtype):
     run, x = module(layer(192, 576, 32, parts="rotation")), inputs("random", 700, 576, dtype).to(DEVICE)
     many = run(x)
-    for m in (17, 128, 129):
+    for m in (65, 128, 129):
         check(run(x[:m]), many[:m], what=f"y of the first {m} rows")
+    for most, fewer in ((64, (17, 32, 49)), (48, (33,))):  # three panels have half of the warps
+        some = run(x[:most])
+        for m in fewer:
+            check(run(x[:m]), some[:m], what=f"y of the first {m} rows of {most}")
     few = run(x[:16])
     for m in (1, 5, 8, 9):
         check(run(x[:m]), few[:m], what=f"y of the first {m} rows of 16")
 
 
-# ---- w4a4_gemm_lora, both kernels
+# ---- w4a4_gemm_lora, all three kernels
 
-SHAPES = [  # m, n, k; up to 16 rows take the kernel of few tokens
+SHAPES = [  # m, n, k; up to 16 rows and up to 64 take kernels of their own
     (1, 96, 64),
     (5, 130, 192),
     (8, 97, 576),
@@ -167,6 +171,8 @@ SHAPES = [  # m, n, k; up to 16 rows take the kernel of few tokens
     (16, 4100, 192),
     (3, 4128, 1024),
     (17, 130, 192),
+    (40, 4100, 64),
+    (64, 259, 1024),
     (129, 96, 576),
     (200, 259, 64),
 ]
@@ -200,7 +206,9 @@ def test_the_product_of_each_group_is_the_integer(m, n, k):
         check(multiply(codes, scales, weight_codes, ones), wanted, what=f"group {group} (row, column)")
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [*SHAPES, (16, 130, 15360), (2, 4100, 3072), (130, 130, 15360)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [*SHAPES, (16, 130, 15360), (2, 4100, 3072), (61, 130, 15360), (130, 130, 15360)]
+)
 def test_every_group_meets_its_own_scales(m, n, k):
     # scales 1 or 2 and 1 or ½: all partial sums are multiples of ½ below 2^23, exact in float32 in any order
     codes, weight_codes = full_range(m, k, -8, 22), full_range(n, k, -7, 23)
@@ -218,6 +226,9 @@ LINEARS = [  # m, n, k, rank, bias, transform
     (5, 192, 192, 16, True, "smooth"),
     (16, 100, 576, 32, True, "rotation"),
     (17, 130, 192, 64, False, "smooth rotation clip"),
+    (33, 4224, 3072, 128, True, "smooth rotation clip"),
+    (48, 100, 15360, 16, True, "rotation"),
+    (64, 2048, 1024, 32, True, "smooth"),
     (127, 576, 576, 32, True, "clip"),
     (128, 2048, 1024, 128, False, "rotation"),
     (129, 97, 3072, 16, True, "smooth rotation"),
@@ -281,7 +292,7 @@ def test_outputs_beyond_float16_are_infinite_with_the_right_sign(m):
 
 
 @pytest.mark.parametrize("parts", [1, 3, 19])  # fewer and more than a block has warps
-@pytest.mark.parametrize("m", [5, 40])
+@pytest.mark.parametrize("m", [5, 40, 64, 70])
 def test_the_low_rank_sum_takes_all_shares(m, parts):
     """t spread over shares by hand: small integers, so that every order of adding is exact."""
     n, k, rank = 130, 576, 48
@@ -299,7 +310,7 @@ def test_the_low_rank_sum_takes_all_shares(m, parts):
 @halves
 def test_the_forward_of_the_module_is_these_two_operators(dtype):
     run = module(layer(130, 576, 32, parts="smooth rotation clip"))
-    for m in (5, 129):
+    for m in (5, 40) if run.on_hopper else (5, 40, 129):  # Hopper's others: test_linear.py
         x = inputs("random", m, 576, dtype).to(DEVICE)
         assert quantize(run, x)[0].shape == (layout.round_up(m, 16), 320)
         check(run(x), compute(run, x, dtype), what="y")

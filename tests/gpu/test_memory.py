@@ -71,7 +71,7 @@ def test_a_view_gives_the_bits_of_its_contiguous_copy(m, view, dtype):
         check(found, wanted, what=f"output {number}")
 
 
-@pytest.mark.parametrize("m", [1, 9, 17])
+@pytest.mark.parametrize("m", [1, 9, 17, 65])
 def test_one_row_repeated_without_memory_is_read_as_rows(m):
     row = inputs("random", 1, 576, torch.float16).to(DEVICE)
     for number, (found, wanted) in enumerate(
@@ -117,7 +117,7 @@ def fill_free_memory(outputs):
     del filled
 
 
-@pytest.mark.parametrize("m", [1, 5, 9, 16, 17, 200])
+@pytest.mark.parametrize("m", [1, 5, 9, 16, 17, 64, 200])
 @halves
 def test_outputs_are_written_whole(m, dtype):
     x = inputs("random", m, 576, dtype).to(DEVICE)
@@ -149,7 +149,9 @@ def guarded(tensor):
 
 @gpu_only
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=["f16", "bf16", "f32"])
-@pytest.mark.parametrize(("m", "n"), [(1, 97), (5, 130), (9, 256), (16, 4100), (17, 97), (129, 130), (200, 259)])
+@pytest.mark.parametrize(
+    ("m", "n"), [(1, 97), (5, 130), (9, 256), (16, 4100), (17, 97), (63, 130), (129, 130), (200, 259)]
+)
 def test_nothing_is_written_beside_an_output(m, n, dtype):
     """`dtype` is the GEMM's output type. The operators' own functions are called, which allocate by new_empty."""
     run, Guarded.given = module(layer(n, 576, 48, parts="rotation")), []

@@ -11,7 +11,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr int STRIPS = 2;
 constexpr int COLUMNS = STRIPS * 16;
 constexpr int DEPTH = 4;   // groups of weights on their way
-constexpr int NEAR = 2;    // groups of activations
+constexpr int NEAR = __CUDA_ARCH__ >= 1000 && HALVES == 2 ? 1 : 2;  // groups of activations; on Blackwell two would spill
 constexpr int PAIR_STRIDE = COLUMNS + 4;  // so that neither the writing nor the reading of partial sums meets a bank twice
 
 // A group's operands of one lane.

@@ -1,17 +1,20 @@
-// What a kernel's text needs to run on a CPU: CUDA's words, one thread per CUDA thread, and, in place of each function of
+// What a kernel's text needs to run on a CPU: CUDA's words, threads that take turns, and, in place of each function of
 // common.cuh that is an instruction, the same in C++ after the PTX manual. Tensor-core products gather the fragments of the
 // warp's 32 threads, so a wrong fragment order gives wrong numbers here too.
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#include <ucontext.h>
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 
 using std::max;
 using std::min;
@@ -44,27 +47,75 @@ inline uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return
 inline float2 make_float2(float a, float b) { return {a, b}; }
 inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
-static thread_local Index threadIdx, blockIdx;
-static thread_local int block_of_cluster;
+// A CUDA thread: it runs until it has to wait for others, then the next one's turn comes.
+struct Thread {
+    Index of_block, block;
+    int block_of_cluster;
+    int cluster_phase;  // that it has arrived in
+    std::atomic<bool> ended;
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    void* sanitizers;  // what ThreadSanitizer knows it by
+};
+static std::vector<Thread> threads;
+static std::atomic<Thread*> running;
+static std::atomic<bool> moved;  // whether one went on since all were asked
+static ucontext_t caller;        // of the launch
+#ifdef __SANITIZE_THREAD__
+static void* const callers_sanitizers = __tsan_get_current_fiber();
+#else
+static void* const callers_sanitizers = nullptr;
+#endif
+static std::function<void()> kernel;
 static Index gridDim;
+inline Thread& host_own() { return *running.load(std::memory_order_relaxed); }
+#define threadIdx (host_own().of_block)
+#define blockIdx (host_own().block)
+
+// Nothing is in order between threads but what barriers put in order: a switch itself tells the sanitizer nothing.
+inline void host_switch(ucontext_t& from, ucontext_t& to, [[maybe_unused]] void* sanitizers) {
+#ifdef __SANITIZE_THREAD__
+    __tsan_switch_to_fiber(sanitizers, __tsan_switch_to_fiber_no_sync);
+#endif
+    swapcontext(&from, &to);
+}
+template <typename Ready>
+inline void host_wait(Ready ready) {
+    while (!ready()) host_switch(host_own().context, caller, callers_sanitizers);
+    moved.store(true, std::memory_order_relaxed);
+}
+
+// Threads that have waited see what was done before the arrivals of this phase; two counts, as some may be in the next.
+struct Barrier {
+    int threads;
+    std::atomic<int> all = 0, arrivals[2] = {0, 0};
+    int arrive() {
+        const int phase = all.fetch_add(1, std::memory_order_relaxed) / threads;
+        arrivals[phase % 2].fetch_add(1, std::memory_order_release);
+        return phase;
+    }
+    void wait(int phase) {
+        host_wait([&] { return arrivals[phase % 2].load(std::memory_order_acquire) >= (phase / 2 + 1) * threads; });
+    }
+};
 
 struct Lanes {  // of one warp: where its threads meet, and what they show each other
-    std::unique_ptr<std::barrier<>> barrier;
+    Barrier barrier{32};
     uint32_t word[32][8];
 };
 struct Block {  // of the cluster that runs
-    std::vector<Lanes> warps;
-    std::unique_ptr<std::barrier<>> barrier;
+    std::unique_ptr<Lanes[]> warps;
+    Barrier barrier;
     unsigned char* memory;  // what the launch asks for
 };
-static std::vector<Block> blocks;
-static std::atomic<int> cluster_arrivals;  // of all threads, in all phases
-static thread_local int cluster_wanted;    // arrivals, in the end of the phase that this thread has arrived in
+static std::unique_ptr<Block> blocks[2];
+static std::unique_ptr<Barrier> cluster;
 
-inline Block& own_block() { return blocks[block_of_cluster]; }
+inline Block& own_block() { return *blocks[host_own().block_of_cluster]; }
 inline Lanes& lanes() { return own_block().warps[threadIdx.x / 32]; }
-inline void __syncthreads() { own_block().barrier->arrive_and_wait(); }
-inline void __syncwarp() { lanes().barrier->arrive_and_wait(); }
+inline void host_meet(Barrier& barrier) { barrier.wait(barrier.arrive()); }
+inline void __syncthreads() { host_meet(own_block().barrier); }
+inline void __syncwarp() { host_meet(lanes().barrier); }
 
 inline uint32_t __float_as_uint(float f) {
     uint32_t u;
@@ -244,18 +295,8 @@ inline void host_mma_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
 
 // ---- functions of bulk.cuh
 
-// Who waits sees what was done before the arrivals, and nobody else does: no mutex, which would put the waiting in order too.
-template <typename Ready>
-inline void host_wait(Ready ready) {
-    while (!ready()) std::this_thread::sleep_for(std::chrono::microseconds(20));
-}
-
-inline void host_cluster_arrive(int threads) {
-    cluster_wanted = (cluster_arrivals.fetch_add(1, std::memory_order_release) / threads + 1) * threads;
-}
-inline void host_cluster_wait() {
-    host_wait([] { return cluster_arrivals.load(std::memory_order_acquire) >= cluster_wanted; });
-}
+inline void host_cluster_arrive() { host_own().cluster_phase = cluster->arrive(); }
+inline void host_cluster_wait() { cluster->wait(host_own().cluster_phase); }
 
 // A barrier that counts arrivals and bytes, in the place of CUDA's.
 struct HostBarrier {
@@ -290,35 +331,57 @@ inline void host_bulk_copy(void* to, const void* from, int bytes, unsigned long 
 }
 template <typename T>
 inline T* host_of_block(T* p, int block) {
-    return reinterpret_cast<T*>(blocks[block].memory + (reinterpret_cast<unsigned char*>(p) - own_block().memory));
+    return reinterpret_cast<T*>(blocks[block]->memory + (reinterpret_cast<unsigned char*>(p) - own_block().memory));
 }
 
-// One launch: every cluster of the grid, which lies along x, its threads as threads.
-template <typename Kernel>
-void launch_on_host(Index grid, int threads, int cluster, Kernel kernel) {
-    alignas(16) static unsigned char memory[2][232448];
-    gridDim = grid;
-    blocks.clear();
-    blocks.resize(cluster);
-    for (int i = 0; i < cluster; i++) {
-        blocks[i].memory = memory[i];
-        blocks[i].warps.resize(threads / 32);
-        for (Lanes& warp : blocks[i].warps) warp.barrier = std::make_unique<std::barrier<>>(32);
-        blocks[i].barrier = std::make_unique<std::barrier<>>(threads);
+// One thread, from its first block to its last; clusters of the grid, which lies along x, run one after the other.
+inline void host_thread() {
+    moved.store(true, std::memory_order_relaxed);
+    const int blocks_of_cluster = cluster->threads / own_block().barrier.threads;
+    for (int first = 0; first < gridDim.x * gridDim.y * gridDim.z; first += blocks_of_cluster) {
+        const int block = first + host_own().block_of_cluster;
+        blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
+        kernel();
+        host_cluster_arrive();
+        host_cluster_wait();
     }
-    cluster_arrivals = 0;
-    std::barrier cluster_done(threads * cluster);
-    std::vector<std::thread> running;
-    for (int thread = 0; thread < threads * cluster; thread++)
-        running.emplace_back([&, thread] {
-            block_of_cluster = thread / threads;
-            for (int first = 0; first < grid.x * grid.y * grid.z; first += cluster) {
-                const int block = first + block_of_cluster;
-                threadIdx = {thread % threads, 0, 0};
-                blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
-                kernel();
-                cluster_done.arrive_and_wait();
-            }
-        });
-    for (std::thread& thread : running) thread.join();
+    host_own().ended.store(true, std::memory_order_release);
+    host_switch(host_own().context, caller, callers_sanitizers);
+}
+
+// One launch. False: no thread can go on, as some wait at a barrier that others do not reach.
+inline bool launch_on_host(Index grid, int threads_of_block, int blocks_of_cluster, std::function<void()> run) {
+    alignas(16) static unsigned char memory[2][232448];
+    constexpr size_t STACK = 1 << 18;
+    gridDim = grid;
+    kernel = run;
+    cluster.reset(new Barrier{threads_of_block * blocks_of_cluster});
+    for (int i = 0; i < blocks_of_cluster; i++)
+        blocks[i].reset(new Block{std::make_unique<Lanes[]>(threads_of_block / 32), {threads_of_block}, memory[i]});
+    threads = std::vector<Thread>(cluster->threads);
+    for (size_t i = 0; i < threads.size(); i++) {
+        Thread& thread = threads[i];
+        thread.of_block = {static_cast<int>(i) % threads_of_block, 0, 0};
+        thread.block_of_cluster = i / threads_of_block;
+        thread.stack.reset(new char[STACK]);
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.get();
+        thread.context.uc_stack.ss_size = STACK;
+        makecontext(&thread.context, host_thread, 0);
+#ifdef __SANITIZE_THREAD__
+        thread.sanitizers = __tsan_create_fiber(0);
+#endif
+    }
+    do {
+        moved.store(false, std::memory_order_relaxed);
+        for (Thread& thread : threads) {
+            if (thread.ended.load(std::memory_order_acquire)) continue;
+            running.store(&thread, std::memory_order_relaxed);
+            host_switch(caller, thread.context, thread.sanitizers);
+        }
+    } while (moved.load(std::memory_order_relaxed));
+#ifdef __SANITIZE_THREAD__
+    for (Thread& thread : threads) __tsan_destroy_fiber(thread.sanitizers);
+#endif
+    return std::all_of(threads.begin(), threads.end(), [](const Thread& thread) { return thread.ended.load(std::memory_order_acquire); });
 }

@@ -434,10 +434,13 @@ def test_a_log_without_registers_is_an_error(monkeypatch):
 
 
 def test_the_oldest_compiler_accepts_every_kernel():
-    """CUDA 12.6's: that of the oldest torch that svdq takes. It knows fewer forms of C++ than the newest."""
+    """CUDA 12.6's: that of the oldest torch that svdq takes. It knows fewer forms of C++ than the newest.
+
+    Not optimized, as only errors are asked for.
+    """
     found = (f.locate() for f in metadata.files("nvidia-cuda-nvrtc-cu12") if f.name.startswith("libnvrtc.so"))
     nvrtc = ctypes.CDLL(str(next(found)))
-    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=compute_90a", b"--std=c++17")
+    options = (ctypes.c_char_p * 3)(b"--gpu-architecture=compute_90a", b"--std=c++17", b"--device-debug")
 
     def log(kernel):
         program, text = ctypes.c_void_p(), ctypes.create_string_buffer(100_000)

@@ -32,7 +32,13 @@ def differs_in_conversions_alone(kernel):
     )
 
 
-READ = [(kernel, arch) for kernel, arch in EVERY if not differs_in_conversions_alone(kernel)]
+def is_near_sm_80s(kernel, arch):
+    """Of these two architectures only the integer products are read: the rest is what sm_80 has."""
+    return arch in ("sm_86", "sm_89") and not kernel.name.startswith("w4a4")
+
+
+READ = [pair for pair in EVERY if not differs_in_conversions_alone(pair[0]) and not is_near_sm_80s(*pair)]
+READ_WHOLE = [arch for arch in ARCHITECTURES if arch not in ("sm_86", "sm_89")]
 
 
 @pytest.fixture(scope="session")
@@ -277,12 +283,8 @@ def test_kernels_that_wait_for_a_cluster_are_those_launched_in_clusters(disassem
 
 
 def test_two_blocks_of_the_gemm_share_a_multiprocessor(compiled, launches):
-    """Of sm_86 and sm_89 each has 100 KiB of shared memory, of Hopper 228, 1 KiB a block being the system's."""
+    """Of sm_86 and sm_89 each has 100 KiB of shared memory, of which 1 KiB a block is the system's."""
     for (kernel, arch), result in compiled.items():
-        if kernel.name == "w4a4_medium_m" and dict(kernel.constants)["BLOCKS"] == 2:
-            for launch in launches[kernel]:
-                assert 2 * launch.threads * result.resources.registers <= 65536, f"{kernel} for {arch}"
-                assert 2 * (launch.shared_bytes + 1024) <= 228 * 1024, f"{kernel} for {arch}"
         if kernel.name == "w4a4_gemm_lora":
             assert {launch.threads for launch in launches[kernel]} == {256}
             assert result.resources.registers <= 65536 // (2 * 256), f"{kernel} for {arch}"
@@ -310,7 +312,7 @@ def test_integer_products_run_on_the_tensor_cores_that_the_architecture_has(disa
             assert {i for i in code.instructions if i.startswith("IMMA")} == wanted, kernel
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", READ_WHOLE)
 def test_the_down_projection_runs_on_tf32_tensor_cores(disassembled, arch):
     for (kernel, target), code in disassembled.items():
         if (kernel.name, target) == ("quantize_lora_down", arch):
@@ -318,7 +320,7 @@ def test_the_down_projection_runs_on_tf32_tensor_cores(disassembled, arch):
             assert found == ({"HMMA.1688.F32.TF32"} if dict(kernel.constants)["RANK"] else set()), kernel
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", READ_WHOLE)
 def test_weights_alone_in_few_bits_run_on_16_bit_tensor_cores(disassembled, arch):
     for (kernel, target), code in disassembled.items():
         if kernel.name in ("weight_only", "nf4_few_rows") and target == arch:
@@ -381,12 +383,12 @@ def test_4_bit_floating_point_is_multiplied_with_its_scales_where_tensor_cores_c
     assert products_of(disassembled, "fp4_gemm_lora", FP4_CORES) == wanted
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", READ_WHOLE)
 def test_4_bit_floating_point_of_few_tokens_is_multiplied_as_float16(disassembled, arch):
     assert products_of(disassembled, "fp4_small_m", arch) == {"HMMA.16816.F32"}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", READ_WHOLE)
 def test_nf4_is_read_and_written_by_16_bytes_and_looked_up_in_shared_memory(disassembled, arch):
     codes = {k.name: c.instructions for (k, target), c in disassembled.items() if target == arch}
     for name in ("nf4_dequantize", "nf4_few_rows"):

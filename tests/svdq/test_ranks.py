@@ -121,13 +121,14 @@ def test_several_ranks_calibrate_on_the_way_with_the_bytes_of_their_store(model,
     assert job.wait() == [0] * count, job.messages()
     assert alone("quantize", model, out, "--calib", tmp_path / "store") == 0
     wanted = out.read_bytes()
-    wrapper = tmp_path / "wrapper.py"
-    wrapper.write_text(WRAPPER.replace("SIGSTOP", "SIGKILL"))
-    job = Job(tmp_path, count, "quantize", model, again, *data, wrapped=wrapper)
-    assert job.processes[1].wait(60) == -signal.SIGKILL
-    assert [job.processes[rank].wait(60) for rank in range(count) if rank != 1] == [2] * (count - 1)
-    assert len(job.messages()) == 1 and not again.exists()
-    assert len(list((tmp_path / "again.work").glob("block-*.safetensors"))) >= 1
+    if count == 3:  # one of them is killed first
+        wrapper = tmp_path / "wrapper.py"
+        wrapper.write_text(WRAPPER.replace("SIGSTOP", "SIGKILL"))
+        job = Job(tmp_path, count, "quantize", model, again, *data, wrapped=wrapper)
+        assert job.processes[1].wait(60) == -signal.SIGKILL
+        assert [job.processes[rank].wait(60) for rank in (0, 2)] == [2, 2]
+        assert len(job.messages()) == 1 and not again.exists()
+        assert len(list((tmp_path / "again.work").glob("block-*.safetensors"))) >= 1
     job = Job(tmp_path, count, "quantize", model, again, *data)
     assert job.wait() == [0] * count, job.messages()
     assert again.read_bytes() == wanted
@@ -238,7 +239,7 @@ def test_commands_that_do_not_join_speak_whatever_the_environment_says(model, by
 
 
 def test_a_mistake_is_told_once(model, store, tmp_path):
-    job = Job(tmp_path, 3, "quantize", model, tmp_path / "nowhere" / "out", "--calib", store)
+    job = Job(tmp_path, 2, "quantize", model, tmp_path / "nowhere" / "out", "--calib", store)
     assert 2 in job.wait()
     assert len(job.messages()) == 1 and "no such directory" in job.messages()[0]
 

@@ -42,9 +42,9 @@ else
   echo "== no compute-sanitizer here"
 fi
 if command -v ncu >/dev/null; then
-  for shape in 16,4096,4096 700,1024,2048 4096,3072,3072; do
+  for shape in 16,4096,4096 64,4096,4096 700,1024,2048 4096,3072,3072; do
     part "profile_${shape//,/x}" ncu -k "regex:quantize_lora_down|w4a4|wgmma|expand_codes" -c 6 --section SpeedOfLight --section WarpStateStats \
-      --section Occupancy --section ComputeWorkloadAnalysis "$python" "$repository/benchmarks/kernels.py" --profile "$shape"
+      --section Occupancy --section ComputeWorkloadAnalysis --section MemoryWorkloadAnalysis "$python" "$repository/benchmarks/kernels.py" --profile "$shape"
   done
 else
   echo "== no ncu here"
